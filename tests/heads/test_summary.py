@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import checkpoint_of
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
@@ -21,8 +22,6 @@ from alibi_lab.cli.main import app
 from alibi_lab.heads.loading import load
 from alibi_lab.heads.summary import distinct_up_to, half_of_the_smallest, measured, summary, totals
 from alibi_lab.heads.weights import weights
-from alibi_lab.lab import experiment
-from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, TrainConfig
 from alibi_lab.lab.model.layer_outputs import attention_inputs
 from alibi_lab.lab.training.checkpoint import load_checkpoint
 from alibi_lab.report.page import report_html
@@ -128,18 +127,8 @@ def test_watching_leaves_logits_unchanged_and_ends_with_its_block(bloom: Path) -
     assert len(seen) == 2
 
 
-def _trained(folder: Path, method: Method) -> Path:
-    """The checkpoint of a tiny model, trained for a few steps."""
-    model = ModelConfig(method=method, num_layers=2, num_heads=4, embed_dim=32, ffn_dim=40)
-    train = TrainConfig(length=32, steps=4, batch_tokens=128, warmup_steps=2)
-    tiny = RunConfig(model=model, train=train, eval=EvalConfig(lengths=(32,), tokens=64, batch_tokens=128))
-    recipe = Recipe(name="tiny", question="", paper="", cost="", expected="", runs=lambda scale: (tiny,))
-    experiment.run(recipe, out=folder, scale="smoke")
-    return next((folder / "checkpoints").rglob("step-*")).parent
-
-
 def test_a_model_of_the_lab_agrees_with_the_captured_tensors(tmp_path: Path) -> None:
-    folder = _trained(tmp_path, "alibi")
+    folder = checkpoint_of(tmp_path, "alibi")
     heads = summary(load(folder), TEXT).curves["heads"]
     model, config = load_checkpoint(folder)
     tokens = torch.tensor([list(TEXT.encode()[: 2 * config.train.length])])
@@ -158,7 +147,7 @@ def test_a_model_of_the_lab_agrees_with_the_captured_tensors(tmp_path: Path) -> 
 
 def test_positions_without_slopes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="the model has rotary positions, which are not slopes"):
-        summary(load(_trained(tmp_path, "rotary")), TEXT)
+        summary(load(checkpoint_of(tmp_path, "rotary")), TEXT)
 
 
 def test_the_command_writes_a_table_a_picture_and_a_record(bloom: Path, tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ import signal
 import pytest
 import torch
 from rich.console import Console
+from small_runs import recipe_of
 
 from alibi_lab import records
 from alibi_lab.lab import experiment
 from alibi_lab.lab import run as one_run
-from alibi_lab.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
+from alibi_lab.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from alibi_lab.lab.config_io import to_json
 from alibi_lab.lab.data.corpus import CorpusError, load_corpus
 from alibi_lab.lab.data.tasks import TaskError
@@ -29,15 +30,10 @@ from alibi_lab.lab.training.checkpoint import (
 )
 from alibi_lab.lab.training.train import batches, train
 
-TEXTS = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
-
 
 @pytest.fixture
 def recipe(tiny_run):
-    def runs(scale):
-        return tuple(tiny_run(method, steps=8) for method in ("alibi", "learned"))
-
-    return Recipe(name="tiny", runs=runs, **TEXTS)
+    return recipe_of(*(tiny_run(method, steps=8) for method in ("alibi", "learned")))
 
 
 def trainings(monkeypatch):
@@ -135,13 +131,8 @@ def test_errors_are_reported_before_anything_is_written(recipe, tmp_path):
         run(recipe, out=out, overrides={"eval.lengths": "100000"})
     with pytest.raises(CorpusError, match="one training example has 100001"):
         run(recipe, out=out, overrides={"train.length": "100000", "train.batch_tokens": "100000"})
-    mixed = dataclasses.replace(
-        recipe,
-        runs=lambda scale: tuple(
-            dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
-            for config, precision in zip(recipe.runs(scale), ("no", "bf16"), strict=True)
-        ),
-    )
+    first, second = recipe.runs("smoke")
+    mixed = recipe_of(first, dataclasses.replace(second, train=dataclasses.replace(second.train, precision="bf16")))
     with pytest.raises(ConfigError, match=r"must share train.precision"):
         run(mixed, out=out)
     assert not any((out / name).exists() for name in ("records", "checkpoints"))
@@ -150,7 +141,6 @@ def test_errors_are_reported_before_anything_is_written(recipe, tmp_path):
 @pytest.mark.parametrize("others", [False, True])
 def test_an_experiment_that_cannot_begin_removes_the_folders_that_it_made(tiny_run, tmp_path, monkeypatch, others):
     config = dataclasses.replace(tiny_run(), data=DataConfig(corpus="task:passkey:9"))
-    recipe = Recipe(name="tiny", **TEXTS, runs=lambda scale: (config,))
     another = tmp_path / "new" / "runs" / "another" / "records"
 
     def load(*arguments):
@@ -160,7 +150,7 @@ def test_an_experiment_that_cannot_begin_removes_the_folders_that_it_made(tiny_r
 
     monkeypatch.setattr(experiment, "load_corpus", load)
     with pytest.raises(TaskError, match="passkey has no room in 8 tokens"):
-        run(recipe, out=tmp_path / "new" / "runs" / "mine")
+        run(recipe_of(config), out=tmp_path / "new" / "runs" / "mine")
     assert not (tmp_path / "new" / "runs" / "mine").exists()
     assert (tmp_path / "new").exists() == another.exists() == others
 
@@ -247,8 +237,7 @@ def test_runs_that_differ_in_their_test_share_one_training(tiny_run, tmp_path, m
     real = loop._step
     monkeypatch.setattr(loop, "_step", lambda *arguments: steps.append(1) or real(*arguments))
     for name in ("first", "second"):  # recipes of one study, in one folder
-        shared = Recipe(name=name, study="books", runs=lambda scale: tests, **TEXTS)
-        paths = run(shared, out=tmp_path)
+        paths = run(recipe_of(*tests, name=name, study="books"), out=tmp_path)
         assert len(steps) == 4
         assert paths[0] == paths[2]
         assert len(set(paths)) == 3

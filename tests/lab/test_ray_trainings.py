@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+from small_runs import recipe_of
 
 from alibi_lab import records
 from alibi_lab.lab import experiment
@@ -24,7 +25,6 @@ from alibi_lab.lab.training.train import TrainingError
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("default:.*deprecated:DeprecationWarning:ray")]
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
-TEXTS = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
 EAGER = {"train.checkpoint_every": "20"}
 
 
@@ -37,12 +37,8 @@ def cluster() -> Iterator[None]:
 
 
 @pytest.fixture
-def recipe_of(text_file, run_on) -> Callable[..., Recipe]:
-    def make(*methods: str, steps: int, **train: object) -> Recipe:
-        runs = [run_on(text_file, method, steps=steps, **train) for method in methods]
-        return Recipe(name="several", runs=lambda scale: runs, **TEXTS)
-
-    return make
+def several(tiny_run) -> Callable[..., Recipe]:
+    return lambda *methods, steps: recipe_of(*(tiny_run(method, steps=steps) for method in methods), name="several")
 
 
 def answers(paths):
@@ -87,9 +83,9 @@ def kill_worker() -> None:
     next(training_workers(os.getpid())).kill()
 
 
-def test_a_worker_killed_while_it_trains_changes_no_record(cluster, recipe_of, tmp_path):
+def test_a_worker_killed_while_it_trains_changes_no_record(cluster, several, tmp_path):
     """Each of two workers trains a model; one is killed, and another goes on from its checkpoint."""
-    recipe, out, steps = recipe_of("alibi", "rotary", steps=400), tmp_path / "killed", []
+    recipe, out, steps = several("alibi", "rotary", steps=400), tmp_path / "killed", []
 
     def kill_and_watch():
         kill_worker()
@@ -107,8 +103,8 @@ def test_a_worker_killed_while_it_trains_changes_no_record(cluster, recipe_of, t
     assert run(recipe, out=out, on_ray=True, overrides=EAGER) == found  # nothing is trained again
 
 
-def test_an_interruption_saves_every_training(cluster, recipe_of, tmp_path):
-    recipe = recipe_of("alibi", "rotary", steps=100_000)
+def test_an_interruption_saves_every_training(cluster, several, tmp_path):
+    recipe = several("alibi", "rotary", steps=100_000)
     waiting = when_all_train(tmp_path, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         run(recipe, out=tmp_path, on_ray=True, overrides=EAGER)
@@ -119,38 +115,38 @@ def test_an_interruption_saves_every_training(cluster, recipe_of, tmp_path):
     assert not list(tmp_path.glob("records/*"))
 
 
-def test_a_training_that_fails_stops_the_others_and_says_why(cluster, recipe_of, tmp_path):
-    fine, broken = recipe_of("alibi", "rotary", steps=100_000).runs("small")
+def test_a_training_that_fails_stops_the_others_and_says_why(cluster, several, tmp_path):
+    fine, broken = several("alibi", "rotary", steps=100_000).runs("small")
     broken = dataclasses.replace(broken, train=dataclasses.replace(broken.train, learning_rate=1e30))
     with pytest.raises(TrainingError, match=r"train\.learning_rate"):
-        run(Recipe(name="several", runs=lambda scale: (fine, broken), **TEXTS), out=tmp_path, on_ray=True)
+        run(recipe_of(fine, broken, name="several"), out=tmp_path, on_ray=True)
     assert not list(training_workers(os.getpid()))
 
 
-def test_a_training_whose_workers_always_die_is_reported(cluster, recipe_of, tmp_path, monkeypatch):
+def test_a_training_whose_workers_always_die_is_reported(cluster, several, tmp_path, monkeypatch):
     from alibi_lab.lab import ray_trainings
 
     monkeypatch.setattr(ray_trainings, "RETRIES", 0)
     waiting = when_all_train(tmp_path, 1, kill_worker)
     with pytest.raises(ChildProcessError, match=r"a training cannot go on .*; the same command resumes"):
-        run(recipe_of("alibi", steps=100_000), out=tmp_path, on_ray=True, overrides=EAGER)
+        run(several("alibi", steps=100_000), out=tmp_path, on_ray=True, overrides=EAGER)
     waiting.join()
 
 
-def test_a_machine_without_the_folder_is_named(cluster, recipe_of, tmp_path):
+def test_a_machine_without_the_folder_is_named(cluster, several, tmp_path):
     from alibi_lab.lab import ray_trainings
 
-    (one,) = recipe_of("alibi", steps=2).runs("small")
+    (one,) = several("alibi", steps=2).runs("small")
     with pytest.raises(
         FileNotFoundError, match=r"does not see .*; run the command in a folder that all machines share"
     ):
         ray_trainings._run_training("several", [one], tmp_path, tmp_path / "out", ".shared-x", True, "")
 
 
-def test_a_launcher_and_a_cluster_exclude_each_other(recipe_of, tmp_path, monkeypatch):
+def test_a_launcher_and_a_cluster_exclude_each_other(several, tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "processes", lambda: SimpleNamespace(num_processes=4, is_main_process=True))
     with pytest.raises(ExperimentError, match="a launcher started 4 processes"):
-        run(recipe_of("alibi", steps=2), out=tmp_path / "out", on_ray=True)
+        run(several("alibi", steps=2), out=tmp_path / "out", on_ray=True)
     assert not (tmp_path / "out").exists()
 
 

@@ -6,11 +6,12 @@ import itertools
 import pytest
 from filelock import FileLock
 from rich.console import Console
+from small_runs import recipe_of
 from typer.testing import CliRunner
 
 from alibi_lab import records
 from alibi_lab.cli.main import app
-from alibi_lab.lab.config import ConfigError, Recipe
+from alibi_lab.lab.config import ConfigError
 from alibi_lab.lab.experiment import ExperimentError, run
 from alibi_lab.lab.planning import by_training, configs_of
 
@@ -20,8 +21,7 @@ def recipe(text_file, run_on):
     """Five runs, two of which share a training."""
     runs = [run_on(text_file, method, steps=2) for method in ("alibi", "rotary", "none", "sinusoidal")]
     runs.insert(1, dataclasses.replace(runs[0], eval=dataclasses.replace(runs[0].eval, lengths=(16, 64))))
-    texts = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
-    return Recipe(name="five", runs=lambda scale: tuple(runs), **texts)
+    return recipe_of(*runs, name="five")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])

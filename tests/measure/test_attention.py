@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import checkpoint_of
 from torch import Tensor
 
 from alibi_attn import inspect
@@ -184,16 +185,8 @@ def test_the_kernels_of_a_step_are_listed_with_their_time(tmp_path: Path) -> Non
     assert all(row["ms"][0] > 0 and row["calls"][0] >= 1 for row in rows.values())
 
 
-def test_a_trained_model_is_a_kind_of_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from alibi_lab.lab import experiment
-    from alibi_lab.lab.config import EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
-
-    model = ModelConfig(method="alibi-fox", num_layers=2, num_heads=2, embed_dim=32, ffn_dim=40)
-    train = TrainConfig(length=32, steps=2, batch_tokens=128, warmup_steps=1)
-    tiny = RunConfig(model=model, train=train, eval=EvalConfig(lengths=(32,), tokens=64, batch_tokens=128))
-    recipe = Recipe(name="tiny", question="", paper="", cost="", expected="", runs=lambda scale: (tiny,))
-    experiment.run(recipe, out=tmp_path / "run", scale="smoke")
-    folder = next((tmp_path / "run" / "checkpoints").rglob("step-*")).parent
+def test_a_trained_model_is_a_kind_of_input(tmp_path: Path) -> None:
+    folder = checkpoint_of(tmp_path / "run", "alibi-fox")
     (path,) = attention(tmp_path / "out", inputs=["trained"], lengths=(64,), checkpoint=folder, **QUICK)
     record = records.load(path)
     assert record.curves["ours"]["batch"] == [2], "the layers"

@@ -1,10 +1,9 @@
 """`alibi bench training`: attention is recognized, and the record is complete."""
 
-import concurrent.futures
-import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,25 +81,18 @@ def test_precisions_that_disagree_are_not_timed(step: tuple[float, float]) -> No
         expect_agreement("alibi-128", [(8.0, 1.0), (8.0, 1.0)], [(8.0, 1.0), step])
 
 
-class HerePool:
-    """A pool whose `submit` runs in this process, where accelerate supports only one precision."""
-
-    def submit(self, function: Callable[..., object], *arguments: object) -> "concurrent.futures.Future[object]":
-        future: concurrent.futures.Future[object] = concurrent.futures.Future()
-        future.set_result(function(*arguments))
-        return future
-
-
 @pytest.fixture
 def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both precisions become fp32, as two trainings that differ in a field that steps do not read."""
+    """Both precisions become fp32, as two trainings that differ in a field that steps do not read, because both run in this
+    process, where accelerate supports only one precision.
+    """
 
     def at(config: RunConfig, precision: str) -> RunConfig:
         every = 5 if precision == "no" else 6
         return dataclasses.replace(config, train=dataclasses.replace(config.train, checkpoint_every=every))
 
     monkeypatch.setattr(training, "_at", at)
-    monkeypatch.setattr(training.timing, "fresh_process", lambda threads: contextlib.nullcontext(HerePool()))
+    monkeypatch.setattr(training.timing, "fresh_process", lambda threads: ThreadPoolExecutor(1))
     monkeypatch.setattr(training, "MATRIX_SIZE", 64)  # its cost does not matter here
     for cached in (training._training, training.product_in):
         cached.cache_clear()

@@ -69,27 +69,19 @@ def written(folder, **texts: str) -> DataConfig:
     return DataConfig(text=(str(folder),))
 
 
-def test_files_named_after_the_parts_bring_their_own_split(tmp_path):
-    corpus = load_corpus(
-        written(tmp_path, wiki__train="to train\n", wiki__valid="to validate\n", wiki__test="to test\n")
-    )
-    assert [decoded(part) for part in (corpus.train, corpus.valid, corpus.test)] == [
-        "to train\n",
-        "to validate\n",
-        "to test\n",
-    ]
-    assert corpus.facts["split"] == "the files' own (train, valid, test)"
-
-
-def test_files_named_train_and_test_alone_are_validated_on_the_test(tmp_path):
-    corpus = load_corpus(written(tmp_path, train_0="a", train_1="b", test="c"))
-    assert (decoded(corpus.train), decoded(corpus.valid), corpus.test) == ("ab", "c", None)
-    assert corpus.facts["split"] == "the files' own (train, test)"
-
-
-def test_names_that_say_something_else_are_no_split(tmp_path):
-    corpus = load_corpus(written(tmp_path, training_day="a" * 30, latest_news="b" * 30, trainspotting="c" * 30))
-    assert corpus.facts["split"] == "whole files"
+@pytest.mark.parametrize(
+    ("texts", "parts", "split"),
+    [
+        ({"wiki__train": "a", "wiki__valid": "b", "wiki__test": "c"}, ["a", "b", "c"], "own (train, valid, test)"),
+        ({"train_0": "a", "train_1": "b", "test": "c"}, ["ab", "c", ""], "own (train, test)"),  # validated on the test
+        ({"training_day": "a" * 30, "latest_news": "b" * 30, "trainspotting": "c" * 30}, None, "whole files"),
+    ],
+)
+def test_files_named_after_the_parts_bring_their_own_split(texts, parts, split, tmp_path):
+    corpus = load_corpus(written(tmp_path, **texts))
+    assert corpus.facts["split"].removeprefix("the files' ") == split
+    found = [corpus.train, corpus.valid, torch.empty(0) if corpus.test is None else corpus.test]
+    assert parts is None or [decoded(part) for part in found] == parts
 
 
 def test_files_of_which_only_some_are_named_after_the_parts_are_refused(tmp_path):

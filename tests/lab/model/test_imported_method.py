@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import TINY, sets
 from typer.testing import CliRunner
 
 from alibi_attn.strict_json import sealed
@@ -55,21 +56,7 @@ class FirstTokens(PositionMethod):
         nats = model(row[:, :-1], targets=row[:, 1:])[0]
         return {"first_tokens": {"token": list(range(1, 9)), "nats": nats.tolist(), "train": [len(corpus.train)] * 8}}
 '''
-CHANGES = [
-    word
-    for field in (
-        "train.steps=3",
-        "train.length=16",
-        "train.batch_tokens=64",
-        "eval.lengths=8,16",
-        "eval.tokens=32",
-        "model.num_layers=1",
-        "model.embed_dim=16",
-        "model.num_heads=2",
-        "model.ffn_dim=16",
-    )
-    for word in ("--set", field)
-]
+CHANGES = sets(TINY | {"train.steps": "3"})
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from alibi_lab.lab.config import ConfigError
+from alibi_lab.lab.config import ConfigError, ModelConfig
 from alibi_lab.lab.model.attention import LayerCache
 from alibi_lab.lab.model.generation import generate
 from alibi_lab.lab.model.method_checks import imported_method
 from alibi_lab.lab.model.position_method import PositionError
 from alibi_lab.lab.model.positions import METHODS
+from alibi_lab.recipes.systems import SYSTEMS as EVERY_SYSTEM
 
 TRAINED_LENGTH = 16
 ARCHITECTURES = {
@@ -20,15 +21,8 @@ ARCHITECTURES = {
 }
 BEYOND = [method for method in METHODS if method != "learned"]
 RELATIVE = [method for method in METHODS if METHODS[method].relative]
-NAMES = (
-    "shaw:Shaw",
-    "transformer_xl:RelativeSinusoids",
-    "da_transformer:DATransformer",
-    "longformer:Longformer",
-    "landmark:Landmark",
-)
-SYSTEMS = [f"alibi_lab.lab.systems.{name}" for name in NAMES]
-SEGMENTED = [f"alibi_lab.lab.systems.{name}" for name in ("transformer_xl:TransformerXL", "shortformer:Shortformer")]
+SEGMENTED = [system for system in EVERY_SYSTEM if imported_method(system)(ModelConfig(), TRAINED_LENGTH).segment]
+SYSTEMS = [system for system in EVERY_SYSTEM if system not in SEGMENTED]
 every_method = pytest.mark.parametrize("method", METHODS)
 beyond_methods = pytest.mark.parametrize("method", BEYOND)
 every_architecture = pytest.mark.parametrize("fields", ARCHITECTURES.values(), ids=ARCHITECTURES)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import TINY, sets
 
 from alibi_lab.cli.main import main
 from alibi_lab.lab.config import ModelConfig, RunConfig
@@ -21,9 +22,7 @@ from alibi_lab.lab.training.checkpoint import CheckpointError, load_checkpoint
 from alibi_lab.lab.training.train import train
 
 SMALL = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "embed_dim": 16, "ffn_dim": 24}
-FIELDS = {f"train.{name}": value for name, value in (("steps", "90"), ("length", "16"), ("batch_tokens", "16"))}
-FIELDS |= {"eval.lengths": "16", "eval.tokens": "16", "model.num_layers": "1", "model.embed_dim": "16"}
-FIELDS |= {"model.num_heads": "2", "model.ffn_dim": "16"}
+FIELDS = TINY | {"train.steps": "90", "train.batch_tokens": "16"}
 HEAD = f"""import torch
 from torch import nn
 from {PositionMethod.__module__} import ByDistance, ContentBias, ForgetGates, PositionMethod, Windowed
@@ -191,11 +190,9 @@ def test_a_method_that_exits_is_an_error(
         "    pass\n" + how if hook == "module" else f"{attend}        {condition}{how}\n        return default(q, k, v)"
     )
     written(tmp_path, body, monkeypatch)
-    changes = [word for name, value in FIELDS.items() for word in ("--set", f"{name}={value}")]
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 50)
-    monkeypatch.setattr(
-        "sys.argv", ["alibi", "run", "--text", "a.txt", "--methods", "mine.py:A", "--out", "out", *changes]
-    )
+    command = ["alibi", "run", "--text", "a.txt", "--methods", "mine.py:A", "--out", "out", *sets(FIELDS)]
+    monkeypatch.setattr("sys.argv", command)
     with pytest.raises(SystemExit) as exited:
         main()
     assert exited.value.code == 1

@@ -4,19 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from alibi_lab.lab.config import ConfigError, EvalConfig
+from alibi_lab.lab.config import ConfigError, EvalConfig, ModelConfig
 from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.model.generation import generate
+from alibi_lab.lab.model.method_checks import imported_method
+from alibi_lab.recipes.systems import SYSTEMS
 
-FOLDER = "alibi_lab.lab.systems"
-WHOLE = [
-    f"{FOLDER}.shaw:Shaw",
-    f"{FOLDER}.transformer_xl:RelativeSinusoids",
-    f"{FOLDER}.da_transformer:DATransformer",
-    f"{FOLDER}.longformer:Longformer",
-]
-SEGMENTED = [f"{FOLDER}.transformer_xl:TransformerXL", f"{FOLDER}.shortformer:Shortformer"]
-every_system = pytest.mark.parametrize("method", WHOLE + SEGMENTED)
+SEGMENTED = [system for system in SYSTEMS if imported_method(system)(ModelConfig(), 16).segment]
 in_segments = pytest.mark.parametrize("method", SEGMENTED)
 
 
@@ -63,7 +57,7 @@ def test_without_a_memory_segments_are_separate_texts(tiny_model, method):
     assert ((remembered - forgotten)[:, 8:].abs().amax(-1) > 1e-4).all()
 
 
-@every_system
+@pytest.mark.parametrize("method", SYSTEMS)
 def test_every_layer_s_own_parameters_get_a_gradient(tiny_model, method):
     model, tokens = tiny_model(method).train(), some_tokens(17)
     model(tokens[:, :-1], targets=tokens[:, 1:]).mean().backward()
@@ -75,7 +69,7 @@ def test_every_layer_s_own_parameters_get_a_gradient(tiny_model, method):
 
 
 def test_transformer_xl_records_its_loss_by_the_length_of_the_memory(tiny_model):
-    model, text = tiny_model(f"{FOLDER}.transformer_xl:TransformerXL"), some_tokens(200)[0].int()
+    model, text = tiny_model("alibi_lab.lab.systems.transformer_xl:TransformerXL"), some_tokens(200)[0].int()
     corpus, config = Corpus(text, text, {}), EvalConfig(lengths=(16, 32), tokens=64)
     curve = type(model.position).curves(model, corpus, config)["memory"]
     assert curve["memory"] == [0, 8, 16, 32, 64, 128]

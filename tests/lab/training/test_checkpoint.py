@@ -7,10 +7,10 @@ import shutil
 import signal
 
 import pytest
+import small_runs
 import torch
 
 from alibi_attn.strict_json import sealed
-from alibi_lab.lab.data.corpus import load_corpus
 from alibi_lab.lab.model.positions import METHODS
 from alibi_lab.lab.training import checkpoint
 from alibi_lab.lab.training.checkpoint import (
@@ -20,14 +20,13 @@ from alibi_lab.lab.training.checkpoint import (
     load_progress,
     newest,
 )
-from alibi_lab.lab.training.train import train
 
 
 @pytest.fixture(scope="module")
 def trained_once(run_on, verses, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     config = run_on(verses(folder), steps=2)
-    train(config, load_corpus(config.data), folder / "run")
+    small_runs.trained(config, folder / "run")
     return folder / "run", config
 
 
@@ -40,7 +39,7 @@ def trained(trained_once, tmp_path):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_loaded_model_is_the_one_that_was_trained(tiny_run, tmp_path, method):
     config = tiny_run(method, steps=2)
-    train(config, load_corpus(config.data), tmp_path / "run")
+    small_runs.trained(config, tmp_path / "run")
     model, loaded = load_checkpoint(tmp_path / "run")
     again, _ = load_checkpoint(tmp_path / "run" / "step-00000002")
     assert loaded == config
@@ -106,18 +105,17 @@ def change(folder, section, **fields):
 @pytest.mark.parametrize("finished", [False, True])
 def test_a_loss_changed_in_the_curve_is_refused(tiny_run, tmp_path, finished):
     config = tiny_run(steps=4, log_every=1)
-    corpus = load_corpus(config.data)
 
     def interrupt(progress):
         if progress.step == 2 and not finished:
             signal.raise_signal(signal.SIGTERM)
 
     with contextlib.nullcontext() if finished else pytest.raises(KeyboardInterrupt):
-        train(config, corpus, tmp_path, on_step=interrupt)
+        small_runs.trained(config, tmp_path, on_step=interrupt)
     curve = load_progress(newest(tmp_path), config).curve
     change(tmp_path, "progress", curve={**curve, "loss_nats": [99.0, *curve["loss_nats"][1:]]})
     with pytest.raises(CheckpointError, match=r"config.json is damaged or incomplete \(is not what was written\)"):
-        train(config, corpus, tmp_path)
+        small_runs.trained(config, tmp_path)
 
 
 def test_a_checkpoint_of_the_schema_before_is_read(trained):
@@ -150,7 +148,7 @@ def test_a_model_that_cannot_be_built_or_has_another_shape_is_refused(trained, f
 def test_a_validation_that_overflowed_is_kept_as_null(tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr("alibi_lab.lab.training.train.validation_nats", lambda *_, **__: (math.nan, 5))
     config = tiny_run(steps=2, validate_every=1)
-    train(config, load_corpus(config.data), tmp_path / "run")
+    small_runs.trained(config, tmp_path / "run")
     assert load_progress(newest(tmp_path / "run"), config).validation["nats"] == [None, None]
 
 
@@ -164,7 +162,7 @@ def test_a_full_disk_is_named_even_if_torch_raises_another_error(tiny_run, tmp_p
     monkeypatch.setattr(checkpoint, "save_state", full_disk)
     config = tiny_run(steps=20, checkpoint_every=5)
     with pytest.raises(CheckpointError, match=r"\(No space left on device\); make room, .* it begins again"):
-        train(config, load_corpus(config.data), tmp_path / "run")
+        small_runs.trained(config, tmp_path / "run")
 
 
 def test_a_failed_write_leaves_the_older_checkpoint_and_nothing_else(tiny_run, tmp_path, monkeypatch):
@@ -180,6 +178,6 @@ def test_a_failed_write_leaves_the_older_checkpoint_and_nothing_else(tiny_run, t
     with pytest.raises(
         CheckpointError, match=r"\(No space left on device\); make room, .* it goes on from step-00000005"
     ):
-        train(config, load_corpus(config.data), folder)
+        small_runs.trained(config, folder)
     assert [path.name for path in folder.iterdir()] == ["step-00000005"]
     assert load_progress(newest(folder), config).step == 5

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 import torch
+from small_runs import trained
 
 from alibi_lab.lab.config import ConfigError, EvalConfig
 from alibi_lab.lab.data.corpus import load_corpus
@@ -16,7 +17,7 @@ from alibi_lab.lab.training import train as loop
 from alibi_lab.lab.training.checkpoint import CheckpointError, load_checkpoint, load_progress, newest
 from alibi_lab.lab.training.interruption import SIGNALS
 from alibi_lab.lab.training.parallel import prepare, share_of_batch
-from alibi_lab.lab.training.train import TrainingError, steps, train
+from alibi_lab.lab.training.train import TrainingError, steps
 
 
 class PowerCut(Exception):
@@ -56,12 +57,11 @@ def weights(folder):
 )
 def test_a_resumed_training_is_the_uncut_one_bit_for_bit(tiny_run, tmp_path, method, cut, stop, raised, left):
     config = tiny_run(method)
-    corpus = load_corpus(config.data)
-    uncut = train(config, corpus, tmp_path / "uncut")
+    uncut = trained(config, tmp_path / "uncut")
     with pytest.raises(raised):
-        train(config, corpus, tmp_path / "cut", on_step=cut_at(cut, stop))
+        trained(config, tmp_path / "cut", on_step=cut_at(cut, stop))
     assert newest(tmp_path / "cut").name == left
-    resumed = train(config, corpus, tmp_path / "cut")
+    resumed = trained(config, tmp_path / "cut")
     assert resumed.curve == uncut.curve
     assert resumed.curve["step"] == list(range(1, 21))
     expected, found = weights(tmp_path / "uncut"), weights(tmp_path / "cut")
@@ -74,7 +74,7 @@ def test_steps_equal_the_training_and_continue_beyond_its_end(tiny_run, tmp_path
     training = prepare(config)
     taken = list(itertools.islice(steps(training, corpus), 5))
     assert [step.number for step in taken] == [1, 2, 3, 4, 5]
-    assert [step.loss_nats for step in taken[:4]] == train(config, corpus, tmp_path).curve["loss_nats"]
+    assert [step.loss_nats for step in taken[:4]] == trained(config, tmp_path).curve["loss_nats"]
     assert all(step.gradient_norm > 0 for step in taken)
     next(steps(training, corpus, start=2))
     assert training.model.progress == 3 / 4
@@ -83,17 +83,15 @@ def test_steps_equal_the_training_and_continue_beyond_its_end(tiny_run, tmp_path
 @pytest.mark.parametrize("cut", [3, 4])
 def test_a_signal_during_the_last_step_or_its_checkpoint_is_not_lost(tiny_run, tmp_path, cut):
     config = tiny_run(steps=4)
-    corpus = load_corpus(config.data)
     with pytest.raises(KeyboardInterrupt):
-        train(config, corpus, tmp_path, on_step=cut_at(cut))
-    assert train(config, corpus, tmp_path, on_step=cut_at(1, PowerCut())).step == 4  # finished, not trained again
+        trained(config, tmp_path, on_step=cut_at(cut))
+    assert trained(config, tmp_path, on_step=cut_at(1, PowerCut())).step == 4  # finished, not trained again
 
 
 def test_a_batch_in_parts_is_the_same_batch_up_to_rounding(tiny_run, tmp_path):
     whole, parts = (tiny_run("kerple", steps=10, accumulate=accumulate) for accumulate in (1, 4))
-    corpus = load_corpus(whole.data)
-    train(whole, corpus, tmp_path / "whole")
-    train(parts, corpus, tmp_path / "parts")
+    trained(whole, tmp_path / "whole")
+    trained(parts, tmp_path / "parts")
     expected, found = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     for name in expected:  # ten steps of AdamW, which divides by the gradient's size, spread roundings of 1e-7
         assert torch.allclose(expected[name], found[name], rtol=1e-3, atol=1e-4), name
@@ -107,18 +105,17 @@ def test_a_batch_in_parts_is_the_same_batch_up_to_rounding(tiny_run, tmp_path):
 @pytest.mark.parametrize("cut", [3, 10])
 def test_dropout_and_staged_lengths_resume_bit_for_bit(tiny_run, tmp_path, cut):
     config = dropped(tiny_run(first_length=8, first_steps=6, validate_every=4, validate_tokens=64))
-    corpus = load_corpus(config.data)
-    uncut = train(config, corpus, tmp_path / "uncut")
+    uncut = trained(config, tmp_path / "uncut")
     with pytest.raises(KeyboardInterrupt):
-        train(config, corpus, tmp_path / "cut", on_step=cut_at(cut))
+        trained(config, tmp_path / "cut", on_step=cut_at(cut))
     torch.rand(1)  # random numbers that other code draws in between change nothing
-    resumed = train(config, corpus, tmp_path / "cut")
+    resumed = trained(config, tmp_path / "cut")
     assert resumed.curve == uncut.curve
     assert resumed.validation["nats"] == uncut.validation["nats"]
     assert uncut.validation["step"] == [4, 8, 12, 16, 20]
     assert uncut.validation["tokens"] == [64] * 5
     undropped = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.0))
-    assert train(undropped, corpus, tmp_path / "undropped").curve != uncut.curve
+    assert trained(undropped, tmp_path / "undropped").curve != uncut.curve
 
 
 def test_training_draws_none_of_the_caller_s_random_numbers(tiny_run, tmp_path):
@@ -126,7 +123,7 @@ def test_training_draws_none_of_the_caller_s_random_numbers(tiny_run, tmp_path):
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    train(config, load_corpus(config.data), tmp_path)
+    trained(config, tmp_path)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -140,14 +137,14 @@ def test_stages_read_batches_of_their_length(tiny_run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(loop, "_step", seen)
     config = tiny_run(steps=5, first_length=8, first_steps=3)
-    train(config, load_corpus(config.data), tmp_path)
+    trained(config, tmp_path)
     assert shapes == [(8, 9)] * 3 + [(4, 17)] * 2
 
 
 def test_a_validation_is_the_test_of_the_weights_as_they_are(tiny_run, tmp_path):
     config = tiny_run(steps=6, validate_every=6, validate_length=32, validate_tokens=96)
     corpus = load_corpus(config.data)
-    progress = train(config, corpus, tmp_path)
+    progress = trained(config, tmp_path)
     stretches = scored_stretches(len(corpus.valid), 32, 96)
     losses = nonoverlapping(load_checkpoint(tmp_path)[0], corpus.valid, stretches, length=32, batch_tokens=96)
     assert progress.validation["nats"] == pytest.approx([mean_nats(losses)], rel=1e-6)
@@ -155,12 +152,11 @@ def test_a_validation_is_the_test_of_the_weights_as_they_are(tiny_run, tmp_path)
 
 def test_a_checkpoint_of_another_config_is_refused(tiny_run, tmp_path):
     config = tiny_run(steps=2)
-    corpus = load_corpus(config.data)
-    train(config, corpus, tmp_path)
+    trained(config, tmp_path)
     with pytest.raises(CheckpointError, match=r"was trained with train.seed = 0, not 1; pass another folder"):
-        train(tiny_run(steps=2, seed=1), corpus, tmp_path)
+        trained(tiny_run(steps=2, seed=1), tmp_path)
     other_test = dataclasses.replace(config, eval=EvalConfig(lengths=(8,)))
-    assert train(other_test, corpus, tmp_path, on_step=cut_at(1, PowerCut())).step == 2
+    assert trained(other_test, tmp_path, on_step=cut_at(1, PowerCut())).step == 2
 
 
 def test_a_batch_that_cannot_be_shared_is_refused():
@@ -191,35 +187,34 @@ def test_a_training_that_is_killed_again_and_again_ends_as_the_uncut_one(tiny_ru
 def test_a_loss_of_nan_stops_training_and_keeps_the_last_good_checkpoint(tiny_run, tmp_path):
     config = tiny_run(steps=50, learning_rate=1e30, clip_norm=1e30, checkpoint_every=1)
     with pytest.raises(TrainingError, match=r"at step \d+ the loss is .* lower train.learning_rate"):
-        train(config, load_corpus(config.data), tmp_path)
+        trained(config, tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_damaged_state_is_refused(tiny_run, tmp_path):
     config = tiny_run()
-    corpus = load_corpus(config.data)
     with pytest.raises(KeyboardInterrupt):
-        train(config, corpus, tmp_path / "run", on_step=cut_at(10))
+        trained(config, tmp_path / "run", on_step=cut_at(10))
     for name in ("state/optimizer.pt", "model.safetensors"):
         copy = tmp_path / name.replace("/", "-")
         shutil.copytree(tmp_path / "run", copy)
         (newest(copy) / name).write_bytes(b"not a state")
         with pytest.raises(CheckpointError, match=rf"{name} is damaged or incomplete .* delete .* and train again"):
-            train(config, corpus, copy)
+            trained(config, copy)
     shutil.rmtree(newest(tmp_path / "run") / "state")
     with pytest.raises(CheckpointError, match=r"optimizer.pt is damaged or incomplete"):
-        train(config, corpus, tmp_path / "run")
+        trained(config, tmp_path / "run")
 
 
 def test_signals_mean_what_they_meant_before_once_training_is_over(tiny_run, tmp_path):
     before = [signal.getsignal(number) for number in SIGNALS]
     config = tiny_run(steps=2)
-    train(config, load_corpus(config.data), tmp_path)
+    trained(config, tmp_path)
     assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_a_text_that_repeats_is_learned(tiny_run, tmp_path):
     config = tiny_run(steps=150, batch_tokens=512, learning_rate=1e-2)
-    progress = train(config, load_corpus(config.data), tmp_path)
+    progress = trained(config, tmp_path)
     assert progress.curve["loss_nats"][0] > 4
     assert progress.loss_nats < 1.5

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 import torch._dynamo
 from kills import end_of
+from small_runs import smoke_run
 
 from alibi_attn.hf.embedding import embedding, resumable_output, sentence_encoder  # noqa: F401 - loaded once
 from alibi_lab.cli.main import app
@@ -61,11 +62,8 @@ def main() -> None:
 
 
 def run(text: Path) -> Callable[[Path], list[str]]:
-    arguments = ["run", "quick", "--scale", "smoke", "--no-report", "--text", str(text)]
-    of_training = ("train.steps=60", "train.checkpoint_every=2", "train.validate_every=20")
-    for change in ("model.method=alibi", "model.dropout=0.1", *of_training):
-        arguments += ["--set", change]
-    return lambda out: [*arguments, "--out", str(out)]
+    fields = {"model.dropout": "0.1", "train.steps": "60", "train.checkpoint_every": "2", "train.validate_every": "20"}
+    return lambda out: smoke_run(out, fields, "--text", str(text))
 
 
 def embed(folder: Path) -> Callable[[Path], list[str]]:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from small_runs import smoke_run
 
 from alibi_lab.lab.training.checkpoint import newest
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-RUN = ["-m", "alibi_lab", "run", "quick", "--scale", "smoke", "--methods", "alibi", "--no-report"]
 TRAIN = {"parallel": "fsdp", "steps": "100", "checkpoint_every": "10", "log_every": "1"}
 
 
@@ -26,9 +26,9 @@ class Agents:
     """
 
     def __init__(self, out: Path, options: Sequence[Sequence[str]], **environment: str) -> None:
-        settings = [part for name, value in TRAIN.items() for part in ("--set", f"train.{name}={value}")]
+        run = smoke_run(out, {f"train.{name}": value for name, value in TRAIN.items()})
         self.out, self.steps = out, [0]
-        self.commands = [[*TORCHRUN, *some, *RUN, *settings, "--out", str(out)] for some in options]
+        self.commands = [[*TORCHRUN, *some, "-m", "alibi_lab", *run] for some in options]
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", **environment}
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
 

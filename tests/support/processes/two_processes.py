@@ -13,9 +13,9 @@ import torch
 import torch._dynamo  # which every optimizer loads
 from accelerate import PartialState
 from forked_ranks import exit_codes
+from small_runs import recipe_of
 from torch.distributed.tensor import DTensor
 
-from alibi_lab.lab.config import Recipe
 from alibi_lab.lab.config_io import from_json
 from alibi_lab.lab.data.corpus import load_corpus
 from alibi_lab.lab.experiment import run
@@ -26,9 +26,7 @@ from alibi_lab.lab.training.train import train
 def work(rank: int) -> None:
     torch.set_num_threads(1)
     folder, config = Path(sys.argv[1]), from_json(json.loads(Path(sys.argv[2]).read_text()))
-    texts = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
-    recipe = Recipe(name="two", runs=lambda scale: (config,), **texts)
-    run(recipe, out=folder / "ddp")
+    run(recipe_of(config, name="two"), out=folder / "ddp")
     told: dict[str, object] = {"world_size": torch.distributed.get_world_size()}
     first = PartialState().is_main_process
     assert first == (rank == 0)
