@@ -62,9 +62,7 @@ def _conv1d(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
 
 
 def _layer_norm(w: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
-    centered = x - x.mean(-1, keepdim=True)
-    normed = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    return normed * w[f"{name}.weight"] + w.get(f"{name}.bias", torch.zeros(()))
+    return F.layer_norm(x, x.shape[-1:], w[f"{name}.weight"], w.get(f"{name}.bias"), eps=1e-5)
 
 
 def _heads(x: Tensor, size: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel
 
@@ -52,14 +53,10 @@ def encode(
 
 def _text(state, layout, ids, mask, types, *, heads, act, activates):
     def norm(name: str, x: Tensor) -> Tensor:
-        centered = x - x.mean(-1, keepdim=True)
-        scaled = centered / (centered.square().mean(-1, keepdim=True) + 1e-12).sqrt()
-        return scaled * state[f"{name}.weight"] + state[f"{name}.bias"]
+        return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"], eps=1e-12)
 
     def linear(name: str, x: Tensor) -> Tensor:
-        bias = state.get(f"{name}.bias")
-        product = x @ state[f"{name}.weight"].T
-        return product if bias is None else product + bias
+        return F.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
 
     where = mask.bool().nonzero()[:, 0]  # the visible tokens' indices in the padded row
     distance = (where[:, None] - where[None, :]).abs().double()
@@ -88,7 +85,7 @@ def _text(state, layout, ids, mask, types, *, heads, act, activates):
         inner = linear(f"{at}mlp." + ("up_gated_layer" if layout == "jina-code" else "gated_layers"), h)
         gate, other = inner.chunk(2, dim=-1)
         gate, other = (gate, other) if activates == "first" else (other, gate)
-        gate = gate.clamp_min(0) if act == "relu" else gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2.0)))
+        gate = F.relu(gate) if act == "relu" else F.gelu(gate)
         out = linear(f"{at}mlp." + ("down_layer" if layout == "jina-code" else "wo"), gate * other)
         x = norm(f"{at}layer_norm_2" if layout == "jina-code" else f"{at}mlp.layernorm", out + h)
     row = torch.zeros(len(ids), x.shape[-1], dtype=torch.float64)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from attention_cases import Case
+from attention_checks import arguments
 from attention_oracle import Answer, positions
 
 from alibi_attn.jax import attention
@@ -77,25 +78,14 @@ BIASED = Room(batch=2, kv_heads=2, group=2, query_len=500, key_len=500, head_dim
 
 def answer(case: Case, dtype: str = "float32", **extra: object) -> Answer:
     """Output, lse and all gradients of one call, in the case's shapes."""
-    drawn = case.draw()
+    (*rows, slopes), options = arguments(case, torch.float64)
     wide = "float64" if dtype == "float64" else "float32"
-    kwargs: dict[str, object] = {"causal": case.causal, "window": case.window, "scale": case.scale} | extra
-    if case.offset is not None:
-        array = drawn["query_offset"]
-        kwargs["query_offset"] = case.offset if array is None else jnp.asarray(array)
-    if case.mask:
-        kwargs["key_mask"] = jnp.asarray(drawn["key_mask"])
-    if case.segments:
-        of_key = jnp.asarray(drawn["key_segments"])
-        kwargs["segment_ids"] = (jnp.asarray(drawn["query_segments"]), of_key) if case.segments == "pair" else of_key
-    arrays = {name: _jax_layout(drawn[name], dtype) for name in ("query", "key", "value")}
-    arrays["slopes"] = jnp.asarray(drawn["slopes"], wide)
-    if case.right:
-        arrays["right_slopes"] = jnp.asarray(drawn["right_slopes"], wide)
-    if case.key_bias:
-        arrays["key_bias"] = jnp.asarray(drawn["key_bias"], wide)
-    grads = (_jax_layout(drawn["grad_output"], dtype), jnp.asarray(drawn["grad_lse"], wide))
-    return _answer(arrays, kwargs, grads)
+    arrays = {name: _jax_layout(x.numpy(), dtype) for name, x in zip(("query", "key", "value"), rows, strict=True)}
+    leaves = {"slopes": slopes} | {name: options.pop(name) for name in ("right_slopes", "key_bias") if name in options}
+    arrays |= {name: jnp.asarray(x.numpy(), wide) for name, x in leaves.items()}
+    kwargs = jax.tree.map(lambda x: jnp.asarray(x.numpy()) if isinstance(x, torch.Tensor) else x, options) | extra
+    drawn = case.draw()
+    return _answer(arrays, kwargs, (_jax_layout(drawn["grad_output"], dtype), jnp.asarray(drawn["grad_lse"], wide)))
 
 
 def embedded_answer(case: Case, room: Room, dtype: str = "float32", **extra: object) -> Answer:

@@ -92,9 +92,7 @@ def result(function: str, options: dict[str, Any], backend: str) -> tuple[Tensor
     torch.manual_seed(5)
     given: Any
     if function == "forgetting_attention":
-        gates = options["log_fgate"]
-        rest = {name: x for name, x in options.items() if name != "log_fgate"}
-        given = forgetting_attention(*rows(), gates, SLOPES, backend=backend, **rest)
+        given = forgetting_attention(*rows(), slopes=SLOPES, backend=backend, **options)
     elif function == "flash_attn_func":  # whose functions have no argument `backend`
         slopes = torch.tensor(SLOPES)
         spec = call_of(*rows(), slopes, False, options["window_size"], None, 0.0, 0.0)
@@ -105,9 +103,7 @@ def result(function: str, options: dict[str, Any], backend: str) -> tuple[Tensor
         more = {"query_numbers": at[:, :T] + 7, "key_numbers": at} if options["numbered"] else {}
         given = attend(dataclasses.replace(spec, dropout_seed=torch.tensor([[5, 0, 0, 0]]), **more), *rows(), backend)
     elif function == "toeplitz_attention":
-        table = options["table"]
-        rest = {name: x for name, x in options.items() if name != "table"}
-        given = toeplitz_attention(*rows(), table, backend=backend, **rest)
+        given = toeplitz_attention(*rows(), backend=backend, **options)
     else:
         given = alibi_attention(*rows(), SLOPES, backend=backend, **options)
     return given if isinstance(given, tuple) else (given, None)

@@ -12,19 +12,23 @@ LENGTHS = (50, 31, 44)
 SLOPES = (2.0, 1.0, 0.5, 0.4)
 
 
-def blocks(**attention: object) -> tuple[nn.Module, Tensor]:
+def drawn(model: nn.Module) -> tuple[nn.Module, torch.Generator]:
+    """The model with random weights in fp64, and the generator that drew them."""
     generator = torch.Generator().manual_seed(5)
-    model = nn.Sequential(*[ALiBiTransformerBlock(32, 4, 48, slopes=SLOPES, **attention) for _ in range(2)]).double()
-    for parameter in model.parameters():
+    for parameter in model.double().parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+    return model, generator
+
+
+def blocks(**attention: object) -> tuple[nn.Module, Tensor]:
+    layers = (ALiBiTransformerBlock(32, 4, 48, slopes=SLOPES, **attention) for _ in range(2))
+    model, generator = drawn(nn.Sequential(*layers))
     return model, torch.randn(2, sum(LENGTHS), 32, generator=generator, dtype=torch.float64)
 
 
 def bloom() -> tuple[nn.Module, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=40)).double().eval()
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+    config = BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=40)
+    model, generator = drawn(BloomForCausalLM(config).eval())
     hf.patch(model)
     return model, torch.randint(40, (2, sum(LENGTHS)), generator=generator)
 
@@ -36,17 +40,14 @@ class Encoder(nn.Module):
         super().__init__()
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
         config = ALiBiBertConfig(**sizes, vocab_size=40, pooler=False)
-        self.bert = ALiBiBertModel(config).double().eval()
+        self.bert = ALiBiBertModel(config).eval()
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.bert(ids.abs(), attention_mask=(ids >= 0).long()).last_hidden_state
 
 
 def encoder() -> tuple[nn.Module, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    model = Encoder()
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.3
+    model, generator = drawn(Encoder())
     ids = torch.randint(1, 40, (2, sum(LENGTHS)), generator=generator)
     ids[1, -60:] = -1
     return model, ids
