@@ -10,14 +10,14 @@ interpreter the rehearsal runs the Triton kernels. It saves a record per group o
 """
 
 import argparse
-import json
+import multiprocessing
 import os
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "gates": {"gates": True},
 }
 ALLOWED = {"cuda": 2.0**-5, "cpu": 1e-5}  # of the largest row: bf16 rounds outputs of parts once more, and fp32 hardly
-BUSY_S, REPEATS = 0.1, 5
+REPEATS = 5
 
 
 class World(NamedTuple):
@@ -105,8 +105,8 @@ class Rank(NamedTuple):
         return attention._Call(query, key, value, log_fgate, None, self.backend, None)
 
 
-def work(at: int, world: World, folder: str, scale: str) -> None:
-    """One process of a group; the first one writes its rows. It begins when the file "end" says until when."""
+def work(at: int, world: World, store: str, scale: str, begin: SimpleQueue, found: SimpleQueue) -> None:
+    """One process of a group, which starts working when `begin` says until when; the first one puts its rows into `found`."""
     device = torch.device(world.devices[at])
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -114,31 +114,25 @@ def work(at: int, world: World, folder: str, scale: str) -> None:
     if interprets:
         quick_interpreter.prepare()
     torch.set_num_threads(1)
-    dist.init_process_group(world.backend, init_method=f"file://{folder}/store", rank=at, world_size=len(world.devices))
+    dist.init_process_group(world.backend, init_method=f"file://{store}", rank=at, world_size=len(world.devices))
     torch.ones(1, device=device)  # starts the device too
     try:
-        while not (end := Path(folder, "end")).exists():
-            time.sleep(0.05)
-        until = float(end.read_text(encoding="utf-8"))
-        rank = Rank(Ranks(None, 60.0), device, "fused" if interprets else "auto", scale, until)
-        with Path(folder, f"{at}.jsonl").open("w", encoding="utf-8") as file:
-            for row in rows(rank):
-                file.write(json.dumps(row) + "\n")
-                file.flush()
+        rank = Rank(Ranks(None, 60.0), device, "fused" if interprets else "auto", scale, begin.get())
+        for row in rows(rank):
+            if at == 0:
+                found.put(row)
     finally:
         dist.destroy_process_group()
 
 
 def rows(rank: Rank) -> Iterator[dict[str, Row]]:
-    """The first case, the host, the other cases, then the lengths: rows by peer. The first case is never left out."""
+    """The cases, then the lengths: rows by peer. The first case is never left out."""
     for name, options in CASES.items():
         if rank.has_time() or name == "causal":
             error = rank.agreed(difference(rank, **options))
             yield {name: {"length": sum(case_lengths(rank)), "relative_error": error}}
             if not error <= (allowed := ALLOWED[rank.device.type]):
                 raise RuntimeError(f"{name}: ranks and one device differ by {error:.1e} but {allowed:.1e} is allowed")
-        if name == "causal" and rank.device.type == "cuda" and rank.has_time():
-            yield {"host": host_row(rank)}
     for length in LENGTHS[rank.scale]:
         if rank.has_time():
             yield timed(rank, length)
@@ -174,33 +168,6 @@ def difference(rank: Rank, *, padding: bool = False, gates: bool = False, **opti
     )
     pairs = [(mine.float(), of_rank(one).float(), one.float()) for mine, one in zip(ours, whole, strict=True)]
     return max(float((mine - one).norm(dim=-1).max() / all_rows.norm(dim=-1).max()) for mine, one, all_rows in pairs)
-
-
-def host_row(rank: Rank) -> Row:
-    """Where the host waits for the device in forward and backward, and whether a started exchange lets it go on."""
-    query, key, value, gradient = (x.requires_grad_() for x in rank.drawn((case_lengths(rank)[0],)))
-    torch.autograd.grad(rank.attend(query, key, value), (query, key, value), gradient)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.autograd.grad(rank.attend(query, key, value), (query, key, value), gradient)
-    torch.cuda.set_sync_debug_mode("default")
-    places = [f"{Path(x.filename).name}:{x.lineno}" for x in caught if "synchroniz" in str(x.message)]
-    sent = torch.ones(1024 * rank.ranks.count, device=rank.device)
-    sizes = [1024] * rank.ranks.count
-    for seconds in (0.0, BUSY_S):  # the first exchange connects the ranks
-        torch.cuda.synchronize()
-        torch.cuda._sleep(int(seconds * 1.5e9))
-        start = time.perf_counter()
-        rank.ranks.all_to_all(torch.empty_like(sent), sent, sizes, sizes, "numbers").wait()
-        took, is_busy = time.perf_counter() - start, not torch.cuda.current_stream().query()
-    return {
-        "length": query.shape[2],
-        "host_waits": len(places),
-        "places": " ".join(places),
-        "exchange_host_ms": took * 1e3,
-    } | {"device_was_busy_after_waiting": is_busy}
 
 
 def timed(rank: Rank, length: int) -> dict[str, Row]:
@@ -251,40 +218,36 @@ def median_ms(rank: Rank, call: Callable[[], object]) -> float:
     return rank.agreed(statistics.median(taken[1:]) * 1e3)
 
 
-def followed(group: Any, folder: Path, end: float) -> Iterator[dict[str, Row]]:
-    """The rows of a group that waits in this folder, each when it is written."""
-    (folder / "new").write_text(str(end), encoding="utf-8")
-    (folder / "new").rename(folder / "end")
-    rows_read, is_done = 0, False
+def followed(group: Any, begin: SimpleQueue, found: SimpleQueue, end: float) -> Iterator[dict[str, Row]]:
+    """The rows of a group that waits for `begin`, each when it is there."""
+    for _ in group.processes:
+        begin.put(end)
+    is_done, failure = False, None
     while not is_done:
-        failure = None
         try:
             is_done = group.join(timeout=0.1)
-        except ProcessException as came:
-            failure = came
-        written = folder / "0.jsonl"
-        lines = written.read_text(encoding="utf-8").splitlines(keepends=True) if written.exists() else []
-        complete = [line for line in lines if line.endswith("\n")]
-        yield from map(json.loads, complete[rows_read:])
-        rows_read = len(complete)
-        if failure is not None:
-            raise failure
+        except ProcessException as error:
+            is_done, failure = True, error
+        while not found.empty():
+            yield found.get()
+    if failure is not None:
+        raise failure
 
 
 def main(out: Path, scale: str, seconds: float) -> None:
-    end, groups = time.time() + seconds, worlds()
+    end, groups, queue = time.time() + seconds, worlds(), multiprocessing.get_context("spawn").SimpleQueue
 
     def steps() -> Iterator[Mapping[str, Mapping[str, Row]]]:
         with tempfile.TemporaryDirectory() as place:
-            folders = [Path(place, str(number)) for number in range(len(groups))]
+            queues = [(queue(), queue()) for _ in groups]
             started = []
             try:
-                for world, folder in zip(groups, folders, strict=True):
-                    folder.mkdir()
-                    started.append(spawn(work, (world, str(folder), scale), nprocs=len(world.devices), join=False))
-                for number, (world, folder, group) in enumerate(zip(groups, folders, started, strict=True)):
+                for world, pair in zip(groups, queues, strict=True):
+                    given = world, f"{place}/{len(started)}", scale, *pair
+                    started.append(spawn(work, given, nprocs=len(world.devices), join=False))
+                for number, (world, pair, group) in enumerate(zip(groups, queues, started, strict=True)):
                     share = (end - time.time()) / (len(groups) - number)
-                    yield from ({world.name: row} for row in followed(group, folder, time.time() + share))
+                    yield from ({world.name: row} for row in followed(group, *pair, time.time() + share))
             finally:
                 for process in (process for group in started for process in group.processes):
                     process.kill()

@@ -63,10 +63,10 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
     },
     "smoke": {
         "conformance": Part((CONFORMANCE, "--draws", "0", "--cases", "1"), 600),
-        "attention": Part((__file__, "--measure", "attention", "--scale", "smoke"), 600),
-        "decoding": Part((__file__, "--measure", "decoding", "--scale", "smoke"), 600),
-        "models": Part((__file__, "--measure", "models", "--scale", "smoke"), 600),
-        "jax": Part((__file__, "--measure", "jax", "--scale", "smoke"), 600),
+        **{
+            what: Part((__file__, "--measure", what, "--scale", "smoke"), 600)
+            for what in ("attention", "decoding", "models", "jax")
+        },
         "context": Part((CONTEXT, "--scale", "smoke"), 600),
         "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2"), 600),
     },

@@ -86,6 +86,19 @@ def launched(step: Callable[[], object], inputs: list[Tensor], launches: list[La
 
 
 @contextlib.contextmanager
+def replays_counted() -> Iterator[list[int]]:
+    """Inside, every replay of a recording adds a number to the list."""
+    replay, replays = recording.Recording.replay, []
+
+    def counted(*arguments: object) -> None:
+        replays.append(1)
+        replay(*arguments)
+
+    with mock.patch.object(recording.Recording, "replay", counted):
+        yield replays
+
+
+@contextlib.contextmanager
 def nothing_read() -> Iterator[None]:
     def refuse(*_: object) -> None:
         raise AssertionError("the host reads a tensor")
@@ -131,20 +144,13 @@ def growing(call: Call, launches: list[Launch], *, queries: int = 1) -> tuple[bo
     """
     first, last, alike, prepared = 320, 450, [], 0
     keys, values, query = (torch.randn(2, 4, n, 16).to(torch.bfloat16) for n in (512, 512, queries))
-    slopes, recorded = torch.rand(4), recording.Recording.replay
-    known: dict[object, object] = {}
+    slopes, known = torch.rand(4), dict[object, object]()
     for length in range(first, last):
         key, value = keys[:, :, :length], values[:, :, :length]
         norms = Norms.of(key[:, :, :-1], value[:, :, :-1])
         inputs = [query, keys, values, slopes, norms.keys, norms.values]
-        replays: list[int] = []
-
-        def counted(*arguments: object, replays: list[int] = replays) -> None:
-            replays.append(1)
-            recorded(*arguments)
-
         step = functools.partial(call, query, key, value, slopes, norms)
-        with mock.patch.object(recording, "_KNOWN", known), mock.patch.object(recording.Recording, "replay", counted):
+        with mock.patch.object(recording, "_KNOWN", known), replays_counted() as replays:
             replayed = launched(step, inputs, launches)
         with mock.patch.object(recording, "_KNOWN", {}):
             alike.append(replayed == launched(step, inputs, launches))
@@ -163,23 +169,17 @@ def replayed_steps() -> dict[str, list[bool]]:
 
     A cache within reach needs no norms, so nothing happens when a tile is whole.
     """
-    found, replay = {}, recording.Recording.replay
-    heads = torch.randn(1, host.HEADS, 1, host.HEAD_DIM).to(torch.bfloat16)
+    found, heads = {}, torch.randn(1, host.HEADS, 1, host.HEAD_DIM).to(torch.bfloat16)
     layer, x = layer_of(heads, heads, heads), heads.transpose(1, 2).flatten(2)
     caches = {"KVCache": (KVCache(), 61), "reach": (layer.reach_cache(score_bound=20.0, tolerance=1e-4), 62)}
     for name, (cache, most) in caches.items():
-        prompt, replays = heads.expand(-1, -1, 2048, -1), []
-
-        def counted(*arguments: object, replays: list[int] = replays) -> None:
-            replays.append(1)
-            replay(*arguments)
-
+        prompt = heads.expand(-1, -1, 2048, -1)
         with torch.no_grad():
             cache.append(prompt, prompt)
         step = host.forward_pass(functools.partial(layer, cache=cache), [x])
         for _ in range(64):
             step()
-        with mock.patch.object(recording.Recording, "replay", counted):
+        with replays_counted() as replays:
             for _ in range(64):
                 step()
         found[name] = [len(replays) == most]
@@ -244,13 +244,7 @@ def main() -> dict[str, list[bool]]:
     with absent_device() as launches:
         every = {name: steps(call, shapes) for name, (call, shapes) in kinds().items()}
         for name, calls in {**every, "decoding": decoding()}.items():
-            replay, replays = recording.Recording.replay, []
-
-            def counted(*arguments: object, replay: Call = replay, replays: list[int] = replays) -> None:
-                replays.append(1)
-                replay(*arguments)
-
-            with mock.patch.object(recording.Recording, "replay", counted):
+            with replays_counted() as replays:
                 (step, inputs), *others = calls
                 first = launched(step, inputs, launches)
                 with nothing_read():
