@@ -37,6 +37,15 @@ def test_dropout_of_rows_in_chunks_is_that_of_one_call(monkeypatch):
     torch.testing.assert_close(alibi_attention(q, k, v, [0.5, 0.1], **given), whole, rtol=1e-4, atol=1e-5)
 
 
+def test_places_far_apart_in_one_block_keep_their_digits():
+    q, k, v = torch.randn(3, 1, 2, 40, 8)
+    places = points("random", 1, 40, 2) + 1e5 * (torch.arange(40) % 2)[:, None]
+    slopes = torch.tensor([0.5, 0.1])
+    expected, _ = definition(*(x.double() for x in (q, k, v)), slopes, places, places)
+    found = alibi_attention(q, k, v, slopes, causal=False, positions=places, backend="native")
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("registers", [0, 5])
 @pytest.mark.parametrize("is_self", [True, False])
 def test_tokens_keep_their_dropout_when_they_are_sorted(registers, is_self):
