@@ -41,7 +41,7 @@ from torch import Tensor
 from alibi_attn.nn import KVCache
 from alibi_attn.nn.allocator import peak_memory_bytes, reset_peak_memory
 from alibi_lab.lab.clock import clock
-from alibi_lab.lab.config import EvalConfig
+from alibi_lab.lab.config import ConfigError, EvalConfig
 from alibi_lab.lab.data.corpus import Corpus, CorpusError
 from alibi_lab.lab.data.tasks import Encode
 from alibi_lab.lab.evaluation import losses as predicted
@@ -279,8 +279,14 @@ def cached_segments(
 ) -> TokenLosses:
     """Losses of the tokens in the stretches, read in segments of `length` with the keys of `memory` tokens before each.
 
-    `EvalConfig` has checked the memory, and `why_no_memory` is None.
+    Raises:
+        ConfigError: fewer than one token per segment, or a bias that depends on the start of a row.
     """
+    if length < 1 or memory < 0:
+        found = f"length is {length} and memory {memory}"
+        raise ConfigError(f"{found}; pass a length of 1 or more and a memory of 0 or more")
+    if why := why_no_memory(model):
+        raise ConfigError(why)
     rows = _rows(model, tokens, stretches, memory)
     begins = range(memory % length or length, rows.shape[1] - 1, length)  # so that a segment starts with the stretch
     caches = [LayerCache() for _ in model.blocks]
@@ -298,8 +304,13 @@ def attention_sinks(
 ) -> TokenLosses:
     """Losses of the tokens in the stretches, each predicted from the first `sinks` tokens of its stream and the last of `window`.
 
-    `EvalConfig` has checked the sinks, and `why_no_sinks` is None.
+    Raises:
+        ConfigError: the sinks fill the window, or positions are part of the keys and cannot move within a cache.
     """
+    if not 0 <= sinks < window:
+        raise ConfigError(f"window is {window} and sinks {sinks}; pass sinks from 0 to window − 1")
+    if why := why_no_sinks(model):
+        raise ConfigError(why)
     rows = _rows(model, tokens, stretches, window - 1)
     caches = [LayerCache(KVCache(max_tokens=window, sinks=sinks)) for _ in model.blocks]
     pairs = (rows[:, at : at + 2] for at in range(rows.shape[1] - 1))
@@ -309,7 +320,14 @@ def attention_sinks(
 
 
 def _rows(model: LanguageModel, tokens: Tensor, stretches: Sequence[range], warm: int) -> Tensor:
-    """[stretches, warm + 1 + tokens]: each stretch with the text before it."""
+    """[stretches, warm + 1 + tokens]: each stretch with the text before it; the first stretch limits the others.
+
+    Raises:
+        ConfigError: there is not enough text before a stretch.
+    """
+    if warm >= stretches[0].start:
+        found = f"{warm} tokens are read before the scored ones but the text has {stretches[0].start - 1} there"
+        raise ConfigError(f"{found}; pass a shorter memory or window, or longer eval.lengths")
     rows = [tokens[stretch.start - warm - 1 : stretch.stop] for stretch in stretches]
     return torch.stack(rows).to(model.device).long()
 

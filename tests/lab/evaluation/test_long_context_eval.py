@@ -3,17 +3,9 @@
 import pytest
 import torch
 
-from alibi_lab.lab.config import EvalConfig, ModelConfig
+from alibi_lab.lab.config import ConfigError, EvalConfig, ModelConfig
 from alibi_lab.lab.data.corpus import Corpus
-from alibi_lab.lab.evaluation.evaluate import (
-    all_curves,
-    attention_sinks,
-    cached_segments,
-    nonoverlapping,
-    streams,
-    why_no_memory,
-    why_no_sinks,
-)
+from alibi_lab.lab.evaluation.evaluate import all_curves, attention_sinks, cached_segments, nonoverlapping, streams
 from alibi_lab.lab.model.language_model import LanguageModel
 
 TEXT = torch.randint(64, (150,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
@@ -116,12 +108,20 @@ def test_the_checker_fails_for_a_window_that_is_off_by_one() -> None:
 
 @pytest.mark.parametrize("method", ["rotary", "sinusoidal", "fire", "fox"])
 def test_sinks_refuse_positions_that_cannot_move(method: str) -> None:
-    assert "count distances within the cache" in why_no_sinks(made(method))
+    with pytest.raises(ConfigError, match="count distances within the cache"):
+        attention_sinks(made(method), TEXT, STRETCHES, window=8)
 
 
-def test_segments_refuse_positions_that_cannot_continue() -> None:
-    assert "whose positions are limited" in why_no_memory(made("learned"))
-    assert "needs the start of a row" in why_no_memory(made("fire"))
+def test_unsupported_inputs_are_reported() -> None:
+    model = made("alibi")
+    with pytest.raises(ConfigError, match="but the text has 39 there"):
+        cached_segments(model, TEXT, STRETCHES, length=10, memory=40)
+    with pytest.raises(ConfigError, match="sinks from 0 to window"):
+        attention_sinks(model, TEXT, STRETCHES, window=4)
+    with pytest.raises(ConfigError, match="whose positions are limited"):
+        cached_segments(made("learned"), TEXT, STRETCHES, length=10, memory=10)
+    with pytest.raises(ConfigError, match="needs the start of a row"):
+        cached_segments(made("fire"), TEXT, STRETCHES, length=10, memory=10)
 
 
 @pytest.mark.parametrize("method", ["alibi", "t5"])
