@@ -8,11 +8,14 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import BertConfig, BertModel, PreTrainedModel
+from transformers.models.bloom import modeling_bloom
+from transformers.models.falcon import modeling_falcon
 from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.t5.modeling_t5 import T5EncoderModel
 
@@ -27,6 +30,7 @@ ENCODER, DECODERS, T5 = "encoder", ("bloom", "mpt", "falcon"), "t5"
 MODELS = (*DECODERS, T5, ENCODER)
 FLOATS, ALL = ("float32", "bfloat16"), ("float32", "bfloat16", "int8", "float8")
 OURS, ORIGINAL, DENSE, EAGER = "ours", "transformers", "SDPA + dense bias", "original: dense bias, eager"
+UNROUNDED = "transformers, bias in fp32"
 LLAMA, FLASH = "llama.cpp", "llama.cpp, flash attention"
 # Token ids and mask, both [B, T] -> the last logits [B, V], or states [B, T, E].
 Run = Callable[[Tensor, Tensor], Tensor]
@@ -79,7 +83,7 @@ class Program:
         open: the model, ready to run.
         models, precisions: that it has.
         arrays: how many arrays of B·H·T² fp32 numbers it holds at its peak.
-        biased: whether it computes ALiBi, so that its outputs are compared.
+        compared: models whose bias it computes as published, so that its outputs are compared.
         most_error: in fp32, where the usual one is too small.
         needs: packages.
     """
@@ -88,7 +92,7 @@ class Program:
     models: Sequence[str]
     precisions: Sequence[str] = ("float32",)
     arrays: float = 0.0
-    biased: bool = True
+    compared: Sequence[str] = MODELS
     most_error: float = 0.0
     needs: tuple[str, ...] = ()
 
@@ -121,6 +125,17 @@ def patched(setting: Setting) -> Any:
 def original(setting: Setting) -> Run:
     """The model of `transformers`."""
     return Ready(original_model(setting).to(setting.device, setting.dtype))
+
+
+def unrounded(setting: Setting) -> Run:
+    """The Falcon of `transformers`, which rounds its bias to bf16 in every dtype, with BLOOM's: the same without rounding."""
+    run = original(setting)
+
+    def call(ids: Tensor, mask: Tensor) -> Tensor:
+        with mock.patch.object(modeling_falcon, "build_alibi_tensor", modeling_bloom.build_alibi_tensor):
+            return run(ids, mask)
+
+    return call
 
 
 def original_model(setting: Setting) -> Any:
@@ -206,10 +221,13 @@ BLOOMS = {"llama.cpp": _GGUF, "llama.cpp, flash attention": _GGUF, "CTranslate2"
 _LLAMA: dict[str, Any] = {"models": (ENCODER,), "precisions": ALL[:3], "needs": _GGUF, "most_error": 1e-2}
 PROGRAMS: Mapping[str, Program] = {
     OURS: Program(open=ours, models=MODELS, precisions=ALL),
-    ORIGINAL: Program(open=original, models=(*DECODERS, T5), precisions=FLOATS, arrays=8),
+    ORIGINAL: Program(
+        open=original, models=(*DECODERS, T5), precisions=FLOATS, arrays=8, compared=("bloom", "mpt", T5)
+    ),
+    UNROUNDED: Program(open=unrounded, models=("falcon",), arrays=8),
     EAGER: Program(open=functools.partial(dense, eager=True), models=(ENCODER,), precisions=FLOATS, arrays=5),
     DENSE: Program(open=functools.partial(dense, eager=False), models=(ENCODER,), precisions=FLOATS, arrays=3),
-    "BERT, SDPA, no bias": Program(open=bert, models=(ENCODER,), precisions=FLOATS, biased=False),
+    "BERT, SDPA, no bias": Program(open=bert, models=(ENCODER,), precisions=FLOATS, compared=()),
     "ONNX Runtime": Program(open=onnx, models=(ENCODER,), precisions=("float32", "int8"), arrays=4, needs=_ONNX),
     LLAMA: Program(open=functools.partial(llama, flash=False), arrays=2, **_LLAMA),
     FLASH: Program(open=functools.partial(llama, flash=True), **_LLAMA),
@@ -221,4 +239,4 @@ PROGRAMS: Mapping[str, Program] = {
     },
 }
 # What the others are compared with, in fp32, while it fits.
-TRUTH = {**dict.fromkeys((*DECODERS, T5), ORIGINAL), ENCODER: DENSE}
+TRUTH = {**dict.fromkeys((*DECODERS, T5), ORIGINAL), "falcon": UNROUNDED, ENCODER: DENSE}

@@ -153,7 +153,7 @@ def passes(setting: Setting) -> dict[str, Timed]:
                 break
             row.peak_memory_bytes = max(row.peak_memory_bytes or 0, peak)
             times += spent
-            if program.biased:
+            if setting.model in program.compared:
                 compare(row, output, true, max(MOST_ERROR[setting.precision], program.most_error))
             if row.why_not is not None:
                 break

@@ -34,10 +34,17 @@ def test_decoders_and_encoders_pass_and_equal_the_originals(tmp_path: Path) -> N
         assert record.curves[OURS]["right"] == [True, True]
         most = 1e-4 if record.config["precision"] == "float32" else 5e-2
         errors = {name: columns["error"] for name, columns in record.curves.items() if "error" in columns}
-        assert len(errors) >= 2, "ours and the original"
+        rounds_its_bias = record.name == "models/falcon-pass-bfloat16"  # so in fp32 too, where a copy does not
+        assert len(errors) >= 2 - rounds_its_bias, "ours and the original"
         assert all(error < most for of_one in errors.values() for error in of_one), errors
         assert all(0 < share < 1 for share in record.curves[OURS]["attention_share"])
     assert "llama_cpp" in found[0].curves["llama.cpp, BLOOM"]["why_not"][0]
+
+
+def test_the_truth_of_a_falcon_does_not_round_its_bias() -> None:
+    rows = module.passes(Setting(model="falcon", sizes=Sizes.of(1, 256, 40), batch=(600,), seconds=0.1))
+    assert rows[OURS].error < 1e-5
+    assert (rows["transformers"].error, rows["transformers"].right) == (None, None)
 
 
 def test_a_batch_of_texts_is_compared_at_its_tokens_only(tmp_path: Path) -> None:
