@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from alibi_attn.attention.api import alibi_attention as in_torch
 from alibi_attn.jax import alibi_attention
 from alibi_attn.jax.backends import launching
 from alibi_attn.jax.backends.launching import Launch
-from alibi_lab.measure.absent_device import absent_device
 
 SHAPE, KV_HEADS, WIDTHS = (2, 300, 4, 128), 2, {"i32": "u32", "i64": "u64", "fp32": "f32"}
 
@@ -49,25 +47,17 @@ def launched(**options: Any) -> Iterator[tuple[Launch, int]]:
 
 def in_pytorch(**options: Any) -> dict[str, tuple[Any, int]]:
     """By kernel, what the same step in PyTorch asks Triton to compile, and its number of programs."""
-    from triton import compiler
+    from offline_compile import asked_to_compile
 
-    sources = {}
-    with absent_device() as launches:
-        compile_nothing = compiler.compile
-
-        def compile(source: Any, **more: Any) -> Any:
-            sources[source.fn.__name__] = source
-            return compile_nothing(source, **more)
-
-        with mock.patch.object(compiler, "compile", compile):
-            b, t, h, d = SHAPE
-            shapes = SHAPE, *((b, t, KV_HEADS, d),) * 2
-            rows = [torch.zeros(x, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for x in shapes]
-            slopes = torch.ones(b, h, requires_grad=True)
-            output = in_torch(*rows, slopes, backend="fused", **options)
-            torch.autograd.grad(output, [*rows, slopes], torch.zeros_like(output))
-        grids = {x.kernel: x.grid[0] for x in launches}
-    return {name: (source, grids[name]) for name, source in sources.items()}
+    with asked_to_compile() as (asked, launches):
+        b, t, h, d = SHAPE
+        shapes = SHAPE, *((b, t, KV_HEADS, d),) * 2
+        rows = [torch.zeros(x, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for x in shapes]
+        slopes = torch.ones(b, h, requires_grad=True)
+        output = in_torch(*rows, slopes, backend="fused", **options)
+        torch.autograd.grad(output, [*rows, slopes], torch.zeros_like(output))
+    grids = {x.kernel: x.grid[0] for x in launches}
+    return {name: (source, grids[name]) for name, (source, _) in asked.items()}
 
 
 def differences(**options: Any) -> dict[str, list[str]]:
