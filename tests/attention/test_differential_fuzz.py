@@ -14,7 +14,7 @@ from differential_arrays import Arrays, arrays
 from differential_calls import GATES, SINKS, Call, draw
 from differential_calls import KEY_BIASES as KINDS
 from differential_checks import Answer, Question, answer, assert_agrees, assert_right, plainly
-from differential_fuzz import Tally, features, fuzz, shrunk
+from differential_fuzz import Tally, fuzz, shrunk
 from differential_truth import Truth, truth
 from dropout_oracle import drawn_seed
 
@@ -314,7 +314,9 @@ def test_a_call_is_reproduced_from_its_seed_and_from_its_words() -> None:
 
 def test_every_feature_is_drawn() -> None:
     """Counts only the draws of the test suite."""
-    found = {feature for seed in range(DRAWS["native"]) for feature in features(draw(seed))}
+    calls = [draw(seed) for seed in range(DRAWS["native"])]
+    drawn = {field.name: {getattr(call, field.name) for call in calls} for field in dataclasses.fields(Call)}
+    assert not [name for name, found in drawn.items() if found == {getattr(Call, name)}]
     options = {
         "dtype": ("float64", "bfloat16", "float16"), "slopes": ("published", "batch", "zero", "negative", "steep negative",
         "huge", "enormous", "extreme", "vanishing", "mixed"), "right": ("batch", "inf", "zero", "negative", "steep"),
@@ -323,25 +325,15 @@ def test_every_feature_is_drawn() -> None:
         "key_bias": KINDS, "key_bias_as": ("float64",), "key_bias_shape": ("HS", "B1S", "S"),
         "gates": GATES, "gates_as": ("float64",), "gates_shape": ("BKS",), "sinks": SINKS,
     }  # fmt: skip
-    expected = {f"{name} {option}" for name, of in options.items() for option in of}
-    expected |= {"window", "scale", "outlier_key", "outlier_value", "peaked", "tolerance", "causal", "layout_query"}
-    expected |= {
-        "grouped queries",
-        "T = 1",
-        "T > S",
-        "long",
-        "odd head",
-        "offset far",
-        "size_key",
-        "wild_blind",
-        "layout_key_bias",
-        "layout_gates",
-        "layout_value",
-        "empty batch",
-        "negative view",
-        "dropout_p",
-    }
-    assert not expected - found
+    assert not {name: set(of) - drawn[name] for name, of in options.items() if not set(of) <= drawn[name]}
+    assert {0, 1} <= drawn["batch"]
+    assert 1 in drawn["query_len"]
+    assert max(drawn["query_len"] | drawn["key_len"]) >= 700
+    assert max(abs(offset) for offset in drawn["offset"] - {None}) > 10_000
+    assert any(size % 2 for size in drawn["head_dim"])
+    assert {"negative", "imaginary"} & (drawn["layout_query"] | drawn["layout_key"] | drawn["layout_value"])
+    assert any(call.group > 1 for call in calls)
+    assert any(call.query_len > call.key_len for call in calls)
 
 
 def test_a_failing_call_is_made_plain() -> None:

@@ -20,7 +20,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
@@ -128,31 +128,6 @@ def fuzz(backends: Sequence[str], seeds: range, dtype: str | None = None) -> dic
             except WRONG as error:
                 tally.failures.append((seed, f"{asked}\n    {type(error).__name__}: {error}"))
     return tallies
-
-
-def features(call: Call) -> Iterator[str]:
-    """The features of a call: every field that is not at its default, and a few relations."""
-    for field in dataclasses.fields(call):
-        value = getattr(call, field.name)
-        if field.name in ("seed", "heads", "query_len", "key_len", "head_dim", "batch", "kv_heads", "offset"):
-            continue
-        if value != field.default:
-            words = isinstance(value, str) and not field.name.startswith("layout_")
-            yield f"{field.name} {value}" if words else field.name
-    relations = {
-        "grouped queries": call.group > 1,
-        "T = 1": call.query_len == 1,
-        "T > S": call.query_len > call.key_len,
-        "long": max(call.query_len, call.key_len) >= 700,
-        "odd head": call.head_dim % 2 == 1,
-        "empty batch": call.batch == 0,
-        "negative view": any(
-            getattr(call, f"layout_{x}") in ("negative", "imaginary") for x in ("query", "key", "value")
-        ),
-        "offset": call.offset is not None,
-        "offset far": call.offset is not None and abs(call.offset) > 10_000,
-    }
-    yield from (name for name, holds in relations.items() if holds)
 
 
 def plainest(call: Call, backend: str) -> Call:
