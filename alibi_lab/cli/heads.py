@@ -114,7 +114,7 @@ def weights(
         query: The token that attends, from 0.
     """
     loaded, content = _opened(model, text, method, picture, None)
-    from alibi_lab.heads.weights import weights as measure
+    from alibi_lab.heads.summary import weights as measure
 
     matrix, slopes = measure(loaded, content, layer=layer, length=length)
     last = matrix.shape[1] - 1

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from alibi_attn import attention_rows
 from alibi_attn.inspect import encode, load_decoder, read_config, watched
 from alibi_lab.heads import rollout
 from alibi_lab.lab.model.layer_outputs import by_head, outputs_of, slopes_of
@@ -18,6 +19,7 @@ from alibi_lab.records import Json
 
 Config: TypeAlias = dict[str, Json]
 See: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, float], None]  # as in `alibi_attn.inspect.watched`
+_WEIGHTS = 2**22  # computed at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,14 @@ def tokens_of(model: Loaded, text: str, length: int | None) -> Tensor:
     if len(tokens) < 2 or (length and len(tokens) < length):
         raise ValueError(f"the text has {len(tokens)} tokens but {length or 2} are needed; pass a longer text")
     return torch.tensor([tokens])
+
+
+def weights_of(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields (distances i − j [R, n], weights [H, R, n]) in float64 for R queries at a time; query, key as in `See`."""
+    heads, n = query.shape[1:3]
+    places = torch.arange(n, device=query.device)
+    for rows in places.split(max(1, _WEIGHTS // (heads * n))):
+        yield rows[:, None] - places, attention_rows(query.double(), key.double(), slopes, rows=rows, scale=scale)[0]
 
 
 def config_of(model: Loaded, text: str) -> Config:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from alibi_attn.inspect import TILE, certified_bounds, default_tolerance
 from alibi_lab import records
-from alibi_lab.heads.loading import Loaded, config_of, tokens_of
-from alibi_lab.lab.model.layer_outputs import attention_weights
+from alibi_lab.heads.loading import Loaded, config_of, tokens_of, weights_of
 
 Columns = Mapping[str, Sequence[records.Json]]
 
@@ -32,7 +31,7 @@ def reach(model: Loaded, text: str, *, length: int | None = None) -> list[record
         config = {**config_of(model, text), "layer": f"layer-{layer}", "length": tokens.shape[1]}
         curves = {
             "heads": compare(query, key, slopes, scale),
-            "mass": attention_by_distance(query, key, slopes.tolist(), scale),
+            "mass": attention_by_distance(query, key, slopes, scale),
         }
         found.append(records.make("certificate", name, config=config, metrics={}, curves=curves, started=started))
 
@@ -42,13 +41,16 @@ def reach(model: Loaded, text: str, *, length: int | None = None) -> list[record
 
 
 def compare(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> Columns:
-    """Per head: slope, certified reach and true reach (largest and mean over blocks), outlier tiles, and norms of keys."""
+    """Per head: slope, certified reach and true reach (largest and mean over blocks), outlier tiles, and norms of keys.
+
+    The true reach of a query is the smallest r such that keys at i − j ≥ r together weigh at most the tolerance, in float64.
+    """
     n = query.shape[2]
     tolerance, certificate = default_tolerance(query, key, key), certified_bounds(query, key, key, slopes, scale=scale)
     certified = certificate.left[0].clamp(max=n)
-    true = torch.stack(
-        [_true_reach(query[0, h], key[0, h], m, scale, tolerance) for h, m in enumerate(slopes.tolist())]
-    )
+    # Keys 0 … j can be dropped as long as their mass is at most the tolerance; distance[:, 0] is i.
+    dropped = [(at[:, 0], (x.cumsum(-1) <= tolerance).sum(-1)) for at, x in weights_of(query, key, slopes, scale)]
+    true = torch.cat([i - count + 1 for i, count in dropped], -1)  # [H, n]
     blocks = torch.nn.functional.pad(true, (0, -n % TILE)).unflatten(-1, (-1, TILE)).amax(-1)
     return {
         "head": list(range(len(slopes))),
@@ -63,25 +65,15 @@ def compare(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> Columns
     }
 
 
-def attention_by_distance(query: Tensor, key: Tensor, slopes: Sequence[float], scale: float) -> Columns:
+def attention_by_distance(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> Columns:
     """Per head and distance: the share of attention on keys nearer than that, averaged over the queries, in float64."""
     num_heads, n = query.shape[1:3]
     distances = [2**power for power in range(math.ceil(math.log2(n)) + 1)]
-    shares: list[float] = []
-    for head, slope in enumerate(slopes):
-        mass = torch.zeros(len(distances), dtype=torch.float64)
-        for distance, weight in attention_weights(query[0, head], key[0, head], slope, scale, rows=256):
-            mass += torch.stack([weight.masked_fill(distance >= limit, 0).sum() for limit in distances])
-        shares += (mass / n).tolist()
+    mass = torch.zeros(num_heads, len(distances), dtype=torch.float64)
+    for distance, weight in weights_of(query, key, slopes, scale):
+        mass += torch.stack([weight.masked_fill(distance >= limit, 0).sum((1, 2)) for limit in distances], -1)
     return {
         "head": [head for head in range(num_heads) for _ in distances],
         "distance": distances * num_heads,
-        "share": shares,
+        "share": (mass / n).flatten().tolist(),
     }
-
-
-def _true_reach(query: Tensor, key: Tensor, slope: float, scale: float, tolerance: float) -> Tensor:
-    """[n] int64: per query the smallest r such that keys at i − j ≥ r together weigh at most the tolerance, in float64."""
-    # Keys 0 … j can be dropped as long as their mass is at most the tolerance; distance[:, 0] is i.
-    blocks = attention_weights(query, key, slope, scale, rows=256)
-    return torch.cat([distance[:, 0] - (weight.cumsum(-1) <= tolerance).sum(-1) + 1 for distance, weight in blocks])

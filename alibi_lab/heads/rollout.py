@@ -128,29 +128,29 @@ def theory(length: int = THEORY_LENGTH, num_heads: int = 8, seed: int = 0) -> re
     """
     started = datetime.datetime.now(datetime.UTC)
     distance = torch.arange(length)[:, None] - torch.arange(length)
-    hidden = distance < 0
+    causal = torch.zeros(length, length, dtype=torch.float64).masked_fill(distance < 0, -math.inf)
     frequencies = rotary_frequencies(ModelConfig.embed_dim // ModelConfig.num_heads, length, length, "none").double()
     rotary = BOUND * (distance[..., None].double() * frequencies).cos().mean(-1)
     slopes = torch.tensor(alibi_slopes(num_heads), dtype=torch.float64)
-    biases = -slopes[:, None, None] * distance
+    biases = causal - slopes[:, None, None] * distance
     rows: Rows = []
-    for way, attention in {
-        "no mask": torch.full((length, length), 1 / length, dtype=torch.float64),
-        "causal mask": _softmax(torch.zeros(length, length), hidden),
-        "rotary": _softmax(rotary, hidden),
-        **{f"ALiBi, m = 1/{round(1 / m)}": _softmax(-m * distance, hidden) for m in (1 / 2, 1 / 16, 1 / 256)},
-        f"ALiBi, {num_heads} heads": _softmax(biases, hidden).mean(0),
+    for way, scores in {
+        "no mask": torch.zeros_like(causal),
+        "causal mask": causal,
+        "rotary": causal + rotary,
+        **{f"ALiBi, m = 1/{round(1 / m)}": causal - m * distance for m in (1 / 2, 1 / 16, 1 / 256)},
+        f"ALiBi, {num_heads} heads": biases,
     }.items():
-        depth, product = 1, attention
+        depth, product = 1, scores.softmax(-1).view(-1, length, length).mean(0)
         while depth <= THEORY_DEPTH:
             rows += measured(way, depth, product[None])
             depth, product = 2 * depth, product @ product
     generator = torch.Generator().manual_seed(seed)
-    for way, bias in {"causal mask, random scores": 0 * biases[:1], "ALiBi, random scores": biases}.items():
+    for way, bias in {"causal mask, random scores": causal[None], "ALiBi, random scores": biases}.items():
         product = torch.eye(length, dtype=torch.float64)
         for depth in range(1, RANDOM_DEPTH + 1):
             scores = BOUND * (2 * torch.rand(bias.shape, generator=generator, dtype=torch.float64) - 1)
-            product = _softmax(scores + bias, hidden).mean(0) @ product
+            product = (scores + bias).softmax(-1).mean(0) @ product
             if depth & (depth - 1) == 0:
                 rows += measured(way, depth, product[None])
     config: Mapping[str, records.Json] = {"length": length, "heads": num_heads, "bound": BOUND, "seed": seed}
@@ -167,10 +167,6 @@ def stretches(tokens: Sequence[int], length: int) -> Tensor:
         raise ValueError(f"the text has {len(tokens)} tokens but {max(length, 2)} are needed; pass a longer text")
     count = min(TEXTS, len(tokens) // length)
     return torch.tensor(tokens[: count * length]).view(count, length)
-
-
-def _softmax(scores: Tensor, hidden: Tensor) -> Tensor:
-    return scores.double().masked_fill(hidden, -math.inf).softmax(-1)
 
 
 def _record(name: str, config: Mapping[str, records.Json], rows: Rows, started: datetime.datetime) -> records.Record:

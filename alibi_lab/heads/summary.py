@@ -12,12 +12,13 @@
     distinct_…      the distance up to which the biases of neighboring keys differ after rounding to a dtype, as in BLOOM of
                     transformers (`build_alibi_tensor`); our biases stay in fp32
 
-p = softmax of the scaled scores with their biases, in float64. Cost: one forward pass and n² scores per head. Expected: steep
+p = softmax of the scaled scores with their biases, in float64, which `alibi heads weights` shows for the heads of one layer.
+Cost: one forward pass and n² scores per head. Expected: steep
 heads have a certified reach of a few hundred tokens and are blind in bfloat16 beyond it; flat heads are neither.
 """
 
 import datetime
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,13 +26,11 @@ from torch import Tensor
 from alibi_attn import head_reach
 from alibi_attn.inspect import default_tolerance
 from alibi_lab import records
-from alibi_lab.heads.loading import Loaded, config_of, tokens_of
-from alibi_lab.lab.model.layer_outputs import attention_weights
+from alibi_lab.heads.loading import Loaded, config_of, tokens_of, weights_of
 
 KIND = "heads"
 COLLAPSED, BLIND = 0.9, 0.5  # thresholds: the share of the first token, and of zero weights
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_ROWS = 128  # queries whose weights are computed at a time
 
 
 def summary(model: Loaded, text: str, *, length: int | None = None) -> records.Record:
@@ -44,9 +43,9 @@ def summary(model: Loaded, text: str, *, length: int | None = None) -> records.R
     columns: dict[str, list[records.Json]] = {}
 
     def see(layer: int, query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> None:
-        for row in measured(query, key, slopes, scale):
-            for name, value in {**row, "layer": layer}.items():
-                columns.setdefault(name, []).append(value)
+        for name, values in measured(query, key, slopes, scale).items():
+            columns.setdefault(name, []).extend(values)
+        columns.setdefault("layer", []).extend([layer] * len(slopes))
 
     with torch.no_grad():
         model.run(tokens, see)
@@ -61,27 +60,45 @@ def summary(model: Loaded, text: str, *, length: int | None = None) -> records.R
     )
 
 
-def measured(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> Iterator[dict[str, records.Json]]:
-    """Yields a row per head of one layer; query [1, H, n, D], key [1, K, n, D], slopes [H]."""
+def weights(model: Loaded, text: str, *, layer: int = 0, length: int | None = None) -> tuple[Tensor, Tensor]:
+    """The weights [H, n, n] of a layer on the first tokens of a text (default: 64), row i those of query i, and the slopes [H].
+
+    Raises:
+        ValueError: a layer that the model does not have, a model without slopes, or a text that is too short.
+    """
+    tokens, found = tokens_of(model, text, length or 64), dict[int, tuple[Tensor, Tensor]]()
+
+    def see(at: int, query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> None:
+        blocks = weights_of(query, key, slopes, scale)
+        found[at] = torch.cat([weight for _, weight in blocks], 1), slopes
+
+    with torch.no_grad():
+        model.run(tokens, see)
+    if layer not in found:
+        raise ValueError(f"layer is {layer} but the model has the layers 0 to {max(found)}")
+    return found[layer]
+
+
+def measured(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> dict[str, list[records.Json]]:
+    """The columns of one layer, a row per head; query [1, H, n, D], key [1, K, n, D], slopes [H]."""
     n = query.shape[2]
-    reaches, tolerance = head_reach(query, key, slopes, scale=scale)[0].tolist(), default_tolerance(query, key, key)
-    for head, (slope, reach) in enumerate(zip(slopes.double().tolist(), reaches, strict=True)):
-        sums = torch.zeros(4 + len(DTYPES), dtype=torch.float64)
-        own_key = key[0, head * key.shape[1] // len(slopes)]
-        for distance, weight in attention_weights(query[0, head], own_key, slope, scale, rows=_ROWS):
-            visible = distance >= 0
-            read = visible & (distance < reach)
-            zeros = ((weight <= half_of_the_smallest(dtype)) & visible for dtype in DTYPES)
-            of_the_first = weight[distance[:, 0] > 0, 0]
-            terms = weight * distance, of_the_first, read & (weight > tolerance), read, *zeros
-            sums += torch.stack([term.sum().double() for term in terms])
-        distances, first, heavy, within, *zero_counts = sums.tolist()
-        row: dict[str, records.Json] = {"head": head, "slope": slope, "certified": reach, "carried": heavy / within}
-        row |= {"mean_distance": distances / n, "first_token": first / (n - 1)}
-        for dtype, count in zip(DTYPES, zero_counts, strict=True):
-            row[f"zero_{_name(dtype)}"] = count / (n * (n + 1) / 2)
-            row[f"distinct_{_name(dtype)}"] = distinct_up_to(slope, dtype, n)
-        yield row
+    reach, tolerance = head_reach(query, key, slopes, scale=scale)[0], default_tolerance(query, key, key)
+    sums = torch.zeros(4 + len(DTYPES), len(slopes), dtype=torch.float64)
+    for distance, weight in weights_of(query, key, slopes, scale):
+        visible = distance >= 0
+        read = visible & (distance < reach[:, None, None])
+        zeros = ((weight <= half_of_the_smallest(dtype)) & visible for dtype in DTYPES)
+        of_the_first = weight[:, distance[:, 0] > 0, 0]
+        terms = weight * distance, of_the_first, read & (weight > tolerance), read, *zeros
+        sums += torch.stack([term.flatten(1).sum(1, dtype=torch.float64) for term in terms])
+    distances, first, heavy, within, *zero_counts = sums
+    columns: dict[str, list[records.Json]] = {"head": list(range(len(slopes))), "slope": slopes.double().tolist()}
+    columns |= {"certified": reach.tolist(), "carried": (heavy / within).tolist()}
+    columns |= {"mean_distance": (distances / n).tolist(), "first_token": (first / (n - 1)).tolist()}
+    for dtype, count in zip(DTYPES, zero_counts, strict=True):
+        columns[f"zero_{_name(dtype)}"] = (count / (n * (n + 1) / 2)).tolist()
+        columns[f"distinct_{_name(dtype)}"] = [distinct_up_to(slope, dtype, n) for slope in slopes.double().tolist()]
+    return columns
 
 
 def half_of_the_smallest(dtype: torch.dtype) -> float:

@@ -12,7 +12,7 @@ from alibi_lab.heads.reach import attention_by_distance, compare
 def test_attention_by_distance_equals_a_loop() -> None:
     n, num_heads = 11, 2
     query, key = torch.randn(2, 1, num_heads, n, 4, generator=torch.Generator().manual_seed(0)).unbind()
-    columns = attention_by_distance(query, key, alibi_slopes(num_heads).tolist(), 0.5)
+    columns = attention_by_distance(query, key, torch.tensor(alibi_slopes(num_heads)), 0.5)
     assert columns["distance"] == [1, 2, 4, 8, 16] * 2
     expected = []
     for head, slope in enumerate(alibi_slopes(num_heads)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
-from alibi_attn import alibi_slopes
+from alibi_attn import alibi_slopes, attention_rows
 from alibi_attn.hf import patch
 from alibi_attn.hf.patching.capture_qk import watched
 from alibi_lab import records
@@ -17,7 +17,7 @@ from alibi_lab.heads import rollout
 from alibi_lab.heads.rollout import Rollout, measured, run_of_the_lab, stretches, theory
 from alibi_lab.lab.config import ModelConfig
 from alibi_lab.lab.model.language_model import LanguageModel
-from alibi_lab.lab.model.layer_outputs import attention_weights, by_head, outputs_of
+from alibi_lab.lab.model.layer_outputs import by_head, outputs_of
 
 
 def model_of(method: str) -> LanguageModel:
@@ -94,13 +94,11 @@ def test_a_lab_model_equals_the_product_of_explicit_weights(method: str) -> None
         assert model.position is before
         torch.testing.assert_close(model(tokens), logits, rtol=0, atol=0)
     heads = model.config.num_heads
-    slopes = alibi_slopes(heads).tolist() if method == "alibi" else [0.0] * heads
+    slopes = torch.tensor(alibi_slopes(heads) if method == "alibi" else [0.0] * heads)
     layers = []
     for part in outputs_of(model, tokens, ("q", "k")).values():
-        query, key = (by_head(part[name], heads)[0] for name in "qk")
-        scale = query.shape[-1] ** -0.5
-        weights = [attention_weights(query[h], key[h], slopes[h], scale, 37) for h in range(heads)]
-        layers.append(torch.stack([next(of_head)[1] for of_head in weights])[None])
+        query, key = (by_head(part[name], heads).double() for name in "qk")
+        layers.append(attention_rows(query, key, slopes, rows=slice(None)))
     for way, expected in accumulated(layers).items():
         torch.testing.assert_close(found.products[way].double(), expected, rtol=1e-5, atol=1e-6)
 

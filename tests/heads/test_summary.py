@@ -20,8 +20,7 @@ from alibi_attn.slopes import alibi_slopes
 from alibi_lab import records
 from alibi_lab.cli.main import app
 from alibi_lab.heads.loading import load
-from alibi_lab.heads.summary import distinct_up_to, half_of_the_smallest, measured, summary, totals
-from alibi_lab.heads.weights import weights
+from alibi_lab.heads.summary import distinct_up_to, half_of_the_smallest, measured, summary, totals, weights
 from alibi_lab.lab.model.layer_outputs import attention_inputs
 from alibi_lab.lab.training.checkpoint import load_checkpoint
 from alibi_lab.report.page import report_html
@@ -52,8 +51,7 @@ def test_the_columns_equal_a_loop_with_shared_key_heads() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, 150, 8, generator=generator) for heads in (4, 2))
     slopes = torch.tensor([2.0, 0.5, 0.0625, 0.0])
-    rows = list(measured(query, key, slopes, 0.3))
-    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    columns = measured(query, key, slopes, 0.3)
     for head, slope in enumerate(slopes.tolist()):
         distance, first, carried, zeros = loop(query[0, head], key[0, head // 2], slope, 0.3)
         assert columns["mean_distance"][head] == pytest.approx(distance, rel=1e-9)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -72,15 +72,3 @@ def attention_inputs(
         raise ValueError(f"the model has {model.config.method} positions, neither slopes nor forget gates")
     slopes = torch.zeros(heads) if gates[0].slopes is None else gates[0].slopes
     return query, key, value, (slopes, torch.cat([bias.log_fgate for bias in gates]))
-
-
-def attention_weights(
-    query: Tensor, key: Tensor, slope: float, scale: float, rows: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (distances i − j, weights), each [R, n] in float64, for R = `rows` queries at a time; query, key [n, D]."""
-    places = torch.arange(len(key), device=key.device)
-    for start in range(0, len(key), rows):
-        i = places[start : start + rows]
-        distance = i[:, None] - places
-        scores = scale * (query[i].double() @ key.double().T) - slope * distance
-        yield distance, scores.masked_fill(distance < 0, -torch.inf).softmax(-1)
