@@ -2,7 +2,6 @@
 or JAX.
 """
 
-import concurrent.futures
 import functools
 import math
 import multiprocessing
@@ -279,21 +278,11 @@ def of_step(step: Callable[[], object], device: torch.device) -> dict[str, tuple
 
 def _compile_ahead(cases: Sequence[Case], budget: Budget) -> None:
     """Compiles FlexAttention for these cases on idle cores, for at most a quarter of the time."""
-    processes = min(16, os.cpu_count() or 1)
-    executor = concurrent.futures.ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
     # A case that cannot be compiled fails again in its measurement, whose row has the reason.
-    futures = [executor.submit(flex.compile_ahead, case) for case in cases if case.kind in ("noise", "peaked")]
-    concurrent.futures.wait(futures, timeout=max(budget.end - time.perf_counter(), 0.0) / 4)
-    end_at_once(executor)
-
-
-def end_at_once(executor: concurrent.futures.ProcessPoolExecutor) -> None:
-    """Ends an executor with all that its processes do: a compilation can take longer than all measurements may."""
-    processes = list((executor._processes or {}).values())
-    executor.shutdown(wait=False, cancel_futures=True)
-    for process in processes:
-        process.kill()
-        process.join()
+    some = [case for case in cases if case.kind in ("noise", "peaked")]
+    with multiprocessing.get_context("spawn").Pool(min(16, os.cpu_count() or 1)) as pool:
+        # The end of this block ends what the processes still do: a compilation can take longer than all measurements may.
+        pool.map_async(flex.compile_ahead, some, chunksize=1).wait(max(budget.end - time.perf_counter(), 0.0) / 4)
 
 
 def summary(name: str, columns: Columns) -> dict[str, float | None]:

@@ -7,7 +7,6 @@ share of the kernels: the first process the first kernel, the second the second,
 are not compiled by then are compiled when they are launched.
 """
 
-import concurrent.futures
 import functools
 import itertools
 import multiprocessing
@@ -22,7 +21,6 @@ from torch import Tensor
 
 from alibi_attn import alibi_attention
 from alibi_lab.measure.absent_device import absent_device
-from alibi_lab.measure.attention import end_at_once
 from alibi_lab.measure.decoding import static_cache, static_reach
 from alibi_lab.measure.harness import prepared
 from alibi_lab.measure.inputs import BATCH_TOKENS, Case, draw
@@ -88,16 +86,13 @@ def main(seconds: float) -> int:
     start, shares = time.monotonic(), os.cpu_count() or 1
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # of the processes: whatever they do stays off the device
-    context = multiprocessing.get_context("spawn")
-    executor = concurrent.futures.ProcessPoolExecutor(shares, mp_context=context)
-    futures = [executor.submit(compiled, share, shares, capability) for share in range(shares)]
-    done, _ = concurrent.futures.wait(futures, timeout=seconds)
-    names = [name for future in done for name in future.result()]
-    took = time.monotonic() - start
-    print(
-        f"{len(done)} of {shares} processes have compiled their share in {took:.0f} s: {len(names)} kernels", flush=True
-    )
-    end_at_once(executor)
+    with multiprocessing.get_context("spawn").Pool(shares) as pool:  # its end ends what still runs
+        results = [pool.apply_async(compiled, (share, shares, capability)) for share in range(shares)]
+        for result in results:
+            result.wait(max(start + seconds - time.monotonic(), 0.0))
+        done = [result.get() for result in results if result.ready()]
+    took, kernels = time.monotonic() - start, sum(map(len, done))
+    print(f"{len(done)} of {shares} processes have compiled their share in {took:.0f} s: {kernels} kernels", flush=True)
     return 0
 
 
