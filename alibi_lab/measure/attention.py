@@ -23,7 +23,7 @@ from alibi_attn.inspect import TILE
 from alibi_lab.measure.harness import Budget, Columns, Row, Rows, Say, Timed, check_names, keep, prepared, table
 from alibi_lab.measure.inputs import DTYPES, Case, Inputs, cases_of, described
 from alibi_lab.measure.peers import Attention, Peer, eager, flash_attn, flex, rank_two, sdpa, sdpa_dense_bias
-from alibi_lab.measure.peers.ours import ours, ours_gated
+from alibi_lab.measure.peers.ours import ours
 
 LENGTHS = {"cpu": tuple(2**n for n in range(9, 17)), "cuda": (2048, 16384, 131072, 512, 1024, 4096, 8192, 32768, 65536)}
 SHAPES = {"cpu": (8, 64), "cuda": (16, 128)}
@@ -135,12 +135,11 @@ def peers_of(case: Case, inputs: Inputs, *, framework: str, backend: str, dropou
     device = case.device.type
     if framework == "jax":
         return _jax_peers(backend)
-    causal = [sdpa.PEER, *([sdpa.CUDNN] if device == "cuda" else [])]
+    ourselves = Peer("ours", ours(backend), gated=inputs.log_fgate is not None)
     if inputs.log_fgate is not None:
-        gated = Peer("ours", ours_gated(backend), gated=True)
+        causal = [sdpa.PEER, *([sdpa.CUDNN] if device == "cuda" else [])]
         plain = Peer("ours, fixed slopes", _fixed(backend), biased=False)
-        return [gated, *causal, replace(DENSE, longest=4096 if device == "cpu" else 16384), plain]
-    ourselves = Peer("ours", ours(backend))
+        return [ourselves, *causal, replace(DENSE, longest=4096 if device == "cpu" else 16384), plain]
     if inputs.table is not None:
         all_keys = Peer("ours, all keys", ours(backend, tolerance=0.0))
         return [ourselves, all_keys, replace(DENSE, longest=4096 if device == "cpu" else 8192)]

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
 from alibi_attn.inspect import attention_of_head
 from alibi_lab.measure.inputs import Inputs
-from alibi_lab.measure.peers import Peer
+from alibi_lab.measure.peers import Attention, Peer
+from alibi_lab.measure.peers.ours import ours
 
 ROWS = 64
 SEED = 0  # of dropout masks
@@ -84,9 +84,9 @@ class Truth:
         return Errors(errors[0], max(errors[1:]) if len(errors) > 1 else None, wrong)
 
     def compared(self, result: Tensor) -> Tensor:
-        """The part of an output or a gradient [B, H, T, …] that is compared; not causal, the middle head of the last sequence."""
-        result, heads = result.detach() if result.ndim == 4 else result.detach()[..., None], result.shape[1]
-        return result[:1, :, -ROWS:] if self.inputs.causal else result[-1:, heads // 2 : heads // 2 + 1]
+        """The part of an output or a gradient [B, H, T, …] that is compared."""
+        sequence, heads, rows = _part(self.inputs)
+        return (result.detach() if result.ndim == 4 else result.detach()[..., None])[sequence, heads, -rows:]
 
 
 def results_of(attention: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor | None) -> list[Tensor]:
@@ -98,48 +98,44 @@ def results_of(attention: Callable[..., Tensor], leaves: Sequence[Tensor], grad:
     return [output.detach(), *(() if grad is None else torch.autograd.grad(output, leaves, grad))]
 
 
+def _part(inputs: Inputs) -> tuple[slice, slice, int]:
+    """The sequence, the heads and the number of the last rows that are compared; not causal, the middle head as a whole."""
+    heads, length = inputs.key.shape[1:3]
+    if inputs.causal:
+        return slice(1), slice(heads), ROWS
+    return slice(-1, None), slice(heads // 2, heads // 2 + 1), length
+
+
 @torch.enable_grad()
 def _results(inputs: Inputs, *, biased: bool, dropout_p: float, dtype: torch.dtype, backend: str) -> list[Tensor]:
     """The rows that are compared, (output, gradients), computed head by head to save memory."""
-    slopes, gates = inputs.slopes, inputs.log_fgate
-    if not inputs.causal:
-        at = slice(slopes.numel() // 2, slopes.numel() // 2 + 1)
-        leaves = [x[-1:, at].detach().to(dtype) for x in (inputs.query, inputs.key, inputs.value)]
-        mask = None if inputs.key_mask is None else inputs.key_mask[-1:]
-        places = None if inputs.points is None else inputs.points[-1:]
-        call: Callable[..., Tensor] = functools.partial(
-            alibi_attention, slopes=slopes[at] * biased, causal=False, key_mask=mask, positions=places, backend=backend
-        )
-        return results_of(call, leaves, inputs.grad[-1:, at].to(dtype))
-    heads = []
-    for head in range(len(slopes)):
-        at = slice(head, head + 1)
-        query, grad = (x[:1, at, -ROWS:].detach().to(dtype) for x in (inputs.query, inputs.grad))
-        near = [query] + [x[:1, at, -ROWS:].detach().to(dtype) for x in (inputs.key, inputs.value)]
-        far = [x[:1, at, :-ROWS].detach().to(dtype) for x in (inputs.key, inputs.value)]
-        exact: Any = {"tolerance": 0.0, "backend": backend}
-        bias = slopes[at] * biased
-        if inputs.table is not None and biased:
-            call, bias = functools.partial(toeplitz_attention, **exact), inputs.table[at]
-        elif gates is None or not biased:
-            options: Any = {"dropout_p": dropout_p, "seed": SEED, "head": head, "backend": backend}
-            call = functools.partial(attention_of_head, **options)
-        else:
-            near.append(gates[:1, at, -ROWS:].detach())
-            far.append(gates[:1, at, :-ROWS])
-            call = functools.partial(_forgetting, **exact)
-        found = results_of(_joined(call, far, bias), near, grad)
-        heads.append([x if x.ndim == 4 else x[..., None] for x in found])
-    return [torch.cat(rows, 1) for rows in zip(*heads, strict=True)]
+    (sequence, heads, rows), found = _part(inputs), []
+    for head in range(len(inputs.slopes))[heads]:
+        at = sequence, slice(head, head + 1)
+        query, key, value, grad = (x[at].to(dtype) for x in (inputs.query, inputs.key, inputs.value, inputs.grad))
+        mask, points = (None if x is None else x[sequence] for x in (inputs.key_mask, inputs.points))
+        gates = None if inputs.log_fgate is None or not biased else inputs.log_fgate[at]
+        table = None if inputs.table is None or not biased else inputs.table[at[1]]
+        slopes = inputs.slopes[at[1]] * biased
+        attention = ours(backend, tolerance=0.0)(Inputs(query, key, value, grad, slopes, gates, mask, table, points))
+        if dropout_p > 0:
+            options: Any = {"slopes": slopes, "dropout_p": dropout_p, "seed": SEED, "head": head, "backend": backend}
+            attention = functools.partial(attention_of_head, **options)
+        wide = [key, value, *([] if gates is None else [gates])]
+        near = [x[:, :, -rows:] for x in (query, *wide)]
+        results = results_of(_joined(attention, [x[:, :, :-rows] for x in wide]), near, grad[:, :, -rows:])
+        found.append([x if x.ndim == 4 else x[..., None] for x in results])
+    return [torch.cat(parts, 1) for parts in zip(*found, strict=True)]
 
 
-def _forgetting(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, slopes: Tensor, **exact: Any) -> Tensor:
-    return forgetting_attention(q, k, v, gates.to(torch.promote_types(k.dtype, gates.dtype)), slopes, **exact)
-
-
-def _joined(attention: Callable[..., Tensor], far: Sequence[Tensor], bias: Tensor) -> Callable[..., Tensor]:
+def _joined(attention: Attention, far: Sequence[Tensor]) -> Attention:
     """Attention of the last queries as a function of the last keys, values and gates alone."""
-    return lambda q, *near: attention(q, *(torch.cat(parts, 2) for parts in zip(far, near, strict=True)), bias)
+
+    def call(q: Tensor, *near: Tensor) -> Tensor:
+        wide = [torch.cat(parts, 2) for parts in zip(far, near, strict=True)]
+        return attention(q, *(x.to(torch.promote_types(q.dtype, x.dtype)) for x in wide))
+
+    return call
 
 
 def _relative(results: Sequence[Tensor], true: Sequence[Tensor], units: Sequence[float]) -> list[float]:

@@ -18,7 +18,7 @@ from alibi_lab.measure.inputs import KINDS, Case, Inputs
 from alibi_lab.measure.inputs import draw as inputs_of
 from alibi_lab.measure.peers import Attention, Peer, sdpa, sdpa_dense_bias
 from alibi_lab.measure.peers.flex import flex
-from alibi_lab.measure.peers.ours import ours, ours_gated
+from alibi_lab.measure.peers.ours import ours
 from alibi_lab.measure.peers.sdpa_dense_bias import dense_bias, with_mask
 from alibi_lab.measure.truth import Truth, results_of
 
@@ -87,7 +87,7 @@ def test_the_truth_of_every_kind_accepts_our_call_and_a_dense_bias_and_no_other(
     truth, leaves = Truth.of(x), [x.query, x.key, x.value]
     unbiased = Truth.of(x, biased=False)
     gated = x.log_fgate is not None
-    mine = Peer("ours", ours_gated("auto") if gated else ours("auto"), gated=gated)
+    mine = Peer("ours", ours("auto"), gated=gated)
     given = [*leaves, x.log_fgate] if gated else leaves
     assert truth.compare(mine, results_of(mine.prepare(x), given, x.grad)).wrong is None
     without = sdpa.PEER if x.causal else sdpa.MASKED if x.points is None else sdpa.PLAIN

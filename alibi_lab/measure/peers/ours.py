@@ -15,20 +15,19 @@ Prepare = Callable[[Inputs], Attention]
 
 
 def ours(backend: str, **options: float) -> Prepare:
-    """`alibi_attention`, or `toeplitz_attention` of a table, with the named backend. It can be sent to another process."""
+    """`alibi_attention`, `toeplitz_attention` of a table, or `forgetting_attention` of gates, its fourth argument, with the named
+    backend. It can be sent to another process.
+    """
     return functools.partial(_prepared, {"backend": backend, **options})
 
 
 def _prepared(options: Mapping[str, Any], x: Inputs) -> Attention:
+    if x.log_fgate is not None:
+        return lambda q, k, v, f: forgetting_attention(q, k, v, f, x.slopes, **options)
     if (table := x.table) is not None:
         return lambda q, k, v: toeplitz_attention(q, k, v, table, **options)
     given = {"causal": x.causal, "key_mask": x.key_mask, "positions": x.points, **options}
     return lambda q, k, v: alibi_attention(q, k, v, x.slopes, **given)
-
-
-def ours_gated(backend: str) -> Prepare:
-    """`forgetting_attention` with the named backend."""
-    return lambda x: lambda q, k, v, f: forgetting_attention(q, k, v, f, x.slopes, backend=backend)
 
 
 def ours_with_cache(backend: str) -> Prepare:

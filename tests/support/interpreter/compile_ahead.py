@@ -25,7 +25,7 @@ from alibi_lab.measure.decoding import static_cache, static_reach
 from alibi_lab.measure.harness import prepared
 from alibi_lab.measure.inputs import BATCH_TOKENS, Case, draw
 from alibi_lab.measure.peers import Peer
-from alibi_lab.measure.peers.ours import ours, ours_gated, ours_with_cache
+from alibi_lab.measure.peers.ours import ours, ours_with_cache
 
 LENGTHS = (2048, 16384, 131072, 512, 8192, 65536)
 Step = Callable[[], object]
@@ -39,7 +39,7 @@ def steps() -> Iterator[Step]:
     shapes += [("noise", length, 32, 64) for length in LENGTHS]
     for kind, length, heads, head_dim in shapes:
         case = Case(kind, length, max(1, BATCH_TOKENS // length), heads, head_dim, dtype=torch.bfloat16)
-        peer = Peer("ours", (ours_gated if kind.startswith("gates") else ours)("fused"), gated=True)
+        peer = Peer("ours", ours("fused"), gated=True)
         yield functools.partial(_measured, peer, case, backward=True)
     for length in LENGTHS[:3]:
         case = Case("noise", length, max(1, BATCH_TOKENS // length), 16, 128, queries=1, dtype=torch.bfloat16)
