@@ -23,21 +23,10 @@ from transformers.cache_utils import DynamicCache
 
 from alibi_attn.hf import ALiBiCache, patch
 from alibi_attn.nn.linear import quantized
+from alibi_lab.measure import model_programs as programs
 from alibi_lab.measure import timing
 from alibi_lab.measure.harness import GRAPH, Config, Say, Timed, check_names, keep
-from alibi_lab.measure.model_programs import (
-    ALL,
-    BLOOMS,
-    ENCODER,
-    MODELS,
-    OURS,
-    PROGRAMS,
-    TRUTH,
-    Setting,
-    opened,
-    original_model,
-    patched,
-)
+from alibi_lab.measure.model_programs import OURS, Setting
 from alibi_lab.measure.peers import missing
 from alibi_lab.measure.peers.dense_encoder import Sizes
 from alibi_lab.measure.peers.llama_cpp import Crash
@@ -90,7 +79,7 @@ def models(
         RuntimeError: our outputs are wrong; the records are kept.
         ValueError: this machine has no products in a precision; nothing is measured.
     """
-    check_names(models=(models, MODELS), parts=(parts, PARTS), precisions=(precisions, ALL))
+    check_names(models=(models, programs.MODELS), parts=(parts, PARTS), precisions=(precisions, programs.ALL))
     for kind in ("int8", "float8"):
         if kind in precisions:
             quantized.check_supported(kind, device)
@@ -101,7 +90,7 @@ def models(
         for model, part, precision in itertools.product(models, parts, precisions):
             if part != "pass" and model != "bloom":
                 raise ValueError(f"part {part} measures bloom, not {model}; pass --models bloom")
-            usual = Sizes() if model == ENCODER else Sizes.of(2, 1024, 1000)
+            usual = Sizes() if model == programs.ENCODER else Sizes.of(2, 1024, 1000)
             sizes = Sizes.of(layers or usual.layers, width or usual.width, vocabulary or usual.vocabulary)
             name = f"models/{model}-{part}{'-mixed' if texts else ''}-{precision}{'' if device == 'cpu' else '-cuda'}"
             settings[name] = part, Setting(
@@ -135,11 +124,11 @@ def passes(setting: Setting) -> dict[str, Timed]:
     rows = dict[str, Timed]()
     in_process: Callable[..., Any] = timing.in_fresh_process if setting.device == "cpu" else operator.call
     numbers = len(setting.batch) * setting.sizes.heads * setting.room**2
-    truth = TRUTH[setting.model]
-    if timing.too_large(4 * PROGRAMS[truth].arrays * numbers) is not None:
+    truth = programs.TRUTH[setting.model]
+    if timing.too_large(4 * programs.PROGRAMS[truth].arrays * numbers) is not None:
         truth = OURS
     true, _, _ = in_process(run_pass, truth, dataclasses.replace(setting, precision="float32", seconds=0.0))
-    for name, program in PROGRAMS.items():
+    for name, program in programs.PROGRAMS.items():
         if setting.model not in program.models or setting.precision not in program.precisions:
             continue
         rows[name] = row = Timed(length=setting.room, tokens=sum(setting.batch))
@@ -168,7 +157,7 @@ def run_pass(name: str, setting: Setting) -> tuple[Tensor, int, list[tuple[float
     before, attention, spent = timing.peak_rss_bytes(), [0.0], list[tuple[float, float]]()
     on_gpu = setting.device == "cuda"
     with torch.inference_mode():
-        run = PROGRAMS[name].open(setting)
+        run = programs.PROGRAMS[name].open(setting)
         if isinstance(run, nn.Module) and not on_gpu:
             timing.time_attention(run, ATTENTION, attention)
         ids, mask = inputs(setting, setting.batch)
@@ -205,7 +194,7 @@ def cached_steps(setting: Setting) -> dict[str, Timed]:
     same tokens after padding of an eighth of their length, or a mask that shows only the last quarter of one of them.
     """
     length, config = setting.room, setting.sizes
-    first, ours = (original_model(setting).to(setting.device, setting.dtype) for _ in range(2))
+    first, ours = (programs.original_model(setting).to(setting.device, setting.dtype) for _ in range(2))
     patch(ours)
     torch.manual_seed(1)
     shape = 1, config.heads, length, config.width // config.heads
@@ -278,12 +267,12 @@ def after_prompt(setting: Setting) -> dict[str, Timed]:
     roomy = dataclasses.replace(setting, batch=(len(again) + tokens,))
     true = Patched(dataclasses.replace(setting, precision="float32")).logits(again)
     rows, calls = dict[str, Timed](), dict[str, Callable[[], float]]()
-    for name, needs in {OURS: (), **(BLOOMS if setting.device == "cpu" else {})}.items():
+    for name, needs in {OURS: (), **(programs.BLOOMS if setting.device == "cpu" else {})}.items():
         row = rows[name] = Timed(length=len(listed), tokens=tokens, why_not=missing(needs))
         if row.why_not is not None:
             continue
         try:
-            program = Patched(setting) if name == OURS else opened(name, roomy)
+            program = Patched(setting) if name == OURS else programs.opened(name, roomy)
         except (Crash, ValueError) as refusal:  # CTranslate2 has no bf16 on a CPU
             row.why_not = str(refusal)
             continue
@@ -299,7 +288,7 @@ class Patched:
     """Our BLOOM, as the other programs that run one."""
 
     def __init__(self, setting: Setting) -> None:
-        self.model = patched(setting)
+        self.model = programs.patched(setting)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits [V] of the last token; the others stay in the cache."""

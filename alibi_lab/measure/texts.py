@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
+import re
 import statistics
 import sys
 import tempfile
@@ -79,7 +79,13 @@ def texts(
     """
     check_names(parts=(parts, PARTS), dtype=([dtype], MOST_VECTOR_ERROR))
     run: Config = {"tokens": tokens, "threads": torch.get_num_threads()}
-    configs, rows = dict[str, Config](), dict[str, Iterator[Rows]]()
+    sizes, encoder = {"layers": layers or 2, "width": width or 1024}, Sizes.of(layers or 12, width or 768)
+    shape = {**dataclasses.asdict(encoder), "dtype": dtype, "chunk": CHUNK}
+    configs: dict[str, Config] = {
+        "document": {**run, **shape, "checked": checked},
+        "passages": {**shape, "tokens": checked, "windows": [list(each) for each in WINDOWS]},
+    }
+    rows = {"document": _document(tokens, checked, encoder, dtype), "passages": _passages(checked, encoder, dtype)}
     metrics: dict[str, float | None] = {}  # of the part cache
     if "cache" in parts:
         if sys.platform != "linux":
@@ -88,22 +94,14 @@ def texts(
             raise ValueError(
                 f"tokens is {tokens} but the part cache reads at least 20000; pass them, or --parts document"
             )
-        sizes = {"layers": layers or 2, "width": width or 1024}
         folder = Path(cache or out / f"cache-{sizes['width']}x{sizes['layers']}-{tokens}")
-        configs["texts/cache"] = {
-            **run, **sizes, "processes": processes, "vocabulary": VOCABULARY, "file_system": file_system(folder),
-        }  # fmt: skip
-        rows["texts/cache"] = cached(folder, tokens, processes, metrics, say, **sizes)
-    encoder = Sizes.of(layers or 12, width or 768)
-    shape = {**dataclasses.asdict(encoder), "dtype": dtype, "chunk": CHUNK}
-    if "document" in parts:
-        configs["texts/document"] = {**run, **shape, "checked": checked}
-        rows["texts/document"] = _document(tokens, checked, encoder, dtype)
-    if "passages" in parts:
-        configs["texts/passages"] = {**shape, "tokens": checked, "windows": [list(each) for each in WINDOWS]}
-        rows["texts/passages"] = _passages(checked, encoder, dtype)
-    steps = ({name: each} for name, of_part in rows.items() for each in of_part)
-    return keep(out, configs, steps, summary=lambda name, columns: metrics if name == "texts/cache" else {}, say=say)
+        system: Config = {"processes": processes, "vocabulary": VOCABULARY, "file_system": file_system(folder)}
+        configs["cache"] = {**run, **sizes, **system}
+        rows["cache"] = cached(folder, tokens, processes, metrics, say, **sizes)
+    chosen = {f"texts/{part}": part for part in PARTS if part in parts}
+    steps = ({name: each} for name, part in chosen.items() for each in rows[part])
+    named = {name: configs[part] for name, part in chosen.items()}
+    return keep(out, named, steps, summary=lambda name, columns: metrics if name == "texts/cache" else {}, say=say)
 
 
 def cached(
@@ -134,16 +132,13 @@ def compared_losses(model: BloomForCausalLM, text: Tensor, folder: Path) -> dict
     Raises:
         RuntimeError: the losses are not equal.
     """
-    place = folder.with_name(folder.name + ".compared")
-    shutil.rmtree(place, ignore_errors=True)  # of an interrupted run
-    place.parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     losses = []
-    for cache in (ALiBiCache(), ALiBiCache(place)):
-        parts: list[Tensor] = []
-        read(model, text, cache, losses=parts.append)
-        losses.append(torch.cat(parts, dim=1))
-    del cache  # closes the files
-    shutil.rmtree(place)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        for cache in (ALiBiCache(), ALiBiCache(Path(place) / "cache")):
+            parts: list[Tensor] = []
+            read(model, text, cache, losses=parts.append)
+            losses.append(torch.cat(parts, dim=1))
     difference = (losses[0] - losses[1]).abs().max().item()
     if difference != 0:
         raise RuntimeError(
@@ -159,7 +154,6 @@ def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, before: int, 
     the cache, so that an interrupted run can resume.
     """
     length, log = text.shape[1], folder.with_name(folder.name + ".times")
-    log.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter(), time.process_time()
     with open(log, "a") as file:
 
@@ -269,13 +263,9 @@ def _continue(model: BloomForCausalLM, folder: Path, index: int, pipe: Connectio
 
 def proportional_bytes(pid: int | None, folder: Path) -> int:
     """The proportional set size of a process's mappings of the folder's files, from /proc/PID/smaps."""
-    total, inside = 0, False
-    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-        if ":" not in line.split(" ")[0]:
-            inside = f"{folder.resolve()}/" in line
-        elif inside and line.startswith("Pss:"):
-            total += int(line.split()[1]) * 1024
-    return total
+    mapping = rf"^\S+-\S+ .*{re.escape(str(folder.resolve()))}/.*\n(?:\w+:.*\n)*?Pss: +(\d+) kB"
+    found = re.findall(mapping, Path(f"/proc/{pid}/smaps").read_text(), re.MULTILINE)
+    return 1024 * sum(map(int, found))
 
 
 def page_faults() -> int:

@@ -70,8 +70,8 @@ def test_tokens_after_a_prompt_name_the_programs_that_are_missing(
     def opened(name: str, setting: Setting) -> object:
         raise llama_cpp.Crash("it ended its process")
 
-    monkeypatch.setattr(module, "opened", opened)
-    monkeypatch.setattr(module, "BLOOMS", {"made up": (), "other": ("no_such_package",)})
+    monkeypatch.setattr(module.programs, "opened", opened)
+    monkeypatch.setattr(module.programs, "BLOOMS", {"made up": (), "other": ("no_such_package",)})
     (path,) = models(tmp_path, parts=["prompt"], precisions=["bfloat16"], lengths=(48,), tokens=2, **TINY)
     rows = records.load(path).curves
     assert rows[OURS]["forward_ms"][0] > 0
@@ -88,10 +88,10 @@ def test_wrong_outputs_are_not_timed_and_ours_are_an_error(tmp_path: Path, monke
         return lambda ids, mask: run(ids, mask) * 1.01
 
     peers = {**PROGRAMS, "wrong": Program(open=off, models=("encoder",))}
-    monkeypatch.setattr(module, "PROGRAMS", peers)
+    monkeypatch.setattr(module.programs, "PROGRAMS", peers)
     rows = module.passes(SETTING)
     assert (rows[OURS].right, rows["wrong"].right, rows["wrong"].forward_ms) == (True, False, None)
-    monkeypatch.setattr(module, "PROGRAMS", {**PROGRAMS, OURS: dataclasses.replace(PROGRAMS[OURS], open=off)})
+    monkeypatch.setattr(module.programs, "PROGRAMS", {**PROGRAMS, OURS: dataclasses.replace(PROGRAMS[OURS], open=off)})
     with pytest.raises(RuntimeError, match="encoder-pass-float32, ours: at 40 tokens it is off by"):
         models(tmp_path, models=["encoder"], precisions=["float32"], lengths=(40,), **TINY)
 
