@@ -86,7 +86,7 @@ def _models(scale: Scale, *, training: Training, way: Way, names: tuple[str, ...
 
 def _stride_1(scale: Scale, *, names: tuple[str, ...]) -> Cells:
     """Figure 11 and tables 13–15."""
-    for name, length in itertools.product(names, _ENDS):
+    for name, length in itertools.product(names, studies.FEW):
         longer = [one for one in (512, 1024, 1536, 2048, 3072) if one >= length]
         run = studies.wikitext(PAPER_METHODS[name], length, scale)
         tokens = studies.STRIDE_1_TOKENS.get(scale, run.eval.tokens)
@@ -157,14 +157,11 @@ def _item(
 _QUESTIONS = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
 _ON_A_GPU = ("figure-1", "table-2")
 _FOUR = tuple(PAPER_METHODS)
-_ENDS = (512, 1024, 3072)
 _ALL = studies.LENGTHS
-_SPEEDS = partial(_speed, names=_FOUR, lengths=_ENDS, labels="{name}, L = {length}")
-_BASELINES = {"Sinusoidal": _ALL, "Rotary": _ENDS, "T5 Bias": _ENDS}
+_SPEEDS = partial(_speed, names=_FOUR, lengths=studies.FEW, labels="{name}, L = {length}")
+_BASELINES = {"Sinusoidal": _ALL, "Rotary": studies.FEW, "T5 Bias": studies.FEW}
 _VARYING = partial(_varying, training=studies.wikitext)
-_BOOKS = partial(
-    _varying, training=studies.books, lengths=studies.BOOKS_LENGTHS, baselines={"Sinusoidal": studies.BOOKS_LENGTHS}
-)
+_BOOKS = partial(_varying, training=studies.books, lengths=studies.FEW, baselines={"Sinusoidal": studies.FEW})
 _ON_WIKITEXT = partial(_models, training=studies.wikitext, names=_FOUR[:3])
 _ON_BOOKS = partial(_models, training=studies.books, names=_FOUR[:1])
 _NONOVERLAPPING, _SLIDING = {"way": "nonoverlapping", "staged": False}, {"way": "sliding", "staged": True}

@@ -14,7 +14,7 @@ from alibi_lab.recipes.paper.cells import scaled, tested
 
 LENGTHS = (64, 128, 256, 512, 1024, 1536, 2048, 3072)  # L, table 5
 LONGEST = 3072
-_FEW = (512, 1024, LONGEST)  # L, tables 2 to 4
+FEW = (512, 1024, LONGEST)  # L, tables 2 to 4, figure 9 and table 8
 STRIDE = 512  # S of tables 7 and 10
 # Scored with S = 1, one full window per token: few tokens below paper scale.
 STRIDE_1_TOKENS: dict[Scale, int] = {"smoke": 48, "small": 768, "medium": 512}
@@ -30,7 +30,6 @@ _STEPS: dict[Scale, tuple[int, ...]] = {
 _LAST_STEP = {512: 15_000, 1024: 15_000, 3072: 13_000}
 # Staged training (Press et al. 2021, "Shortformer"; their best: 50 of 205 epochs at 128 tokens, from memory).
 _FIRST_LENGTH, _FIRST_SHARE = 128, 50 / 205
-BOOKS_LENGTHS = (512, 1024, 3072)
 WEB_LENGTHS = (512, 1024, 2048)
 # figure 6 ends at 10,000; the lengths in between are our choice
 EXTRAPOLATED = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10_000)
@@ -86,7 +85,7 @@ def wikitext(method: Method, paper_length: int, scale: Scale, *, staged: bool = 
 
 def trained_lengths(scale: Scale) -> tuple[int, ...]:
     """Each L of table 5; at medium scale, where one training costs half an hour, only those of tables 2 to 4; at gpu 512."""
-    return {"medium": _FEW, "gpu": _FEW[:1]}.get(scale, LENGTHS)
+    return {"medium": FEW, "gpu": FEW[:1]}.get(scale, LENGTHS)
 
 
 def extrapolation_lengths(paper_length: int, scale: Scale) -> tuple[int, ...]:
