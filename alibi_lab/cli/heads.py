@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
-from rich.table import Column
-from rich.table import Table as RichTable
 
 from alibi_attn.cli.console import check_writable, console, needs, print_path
 from alibi_attn.cli.text_files import read_texts
@@ -14,6 +12,7 @@ from alibi_attn.files import replace_file
 from alibi_lab import records
 from alibi_lab.cli import checkpoints
 from alibi_lab.cli.options import documented
+from alibi_lab.cli.report import print_table, right
 from alibi_lab.report import rollouts
 from alibi_lab.report.series import numbers
 from alibi_lab.report.tables.heads import fraction, head_rows
@@ -54,7 +53,8 @@ def slopes(
         length: Tokens that the picture spans.
     """
     _check(picture)
-    _print_table(("head", "slope m", "half-life", "below 1e-6 from"), head_rows(num_heads), "distances in tokens")
+    columns = ("head", "slope m", "half-life", "below 1e-6 from")
+    print_table(map(right, columns), head_rows(num_heads), caption="distances in tokens")
     if picture is not None:
         with needs("lab"):
             from alibi_lab.report.plots import bias
@@ -128,7 +128,8 @@ def weights(
         (str(head), fraction(slope), *(f"{at - key:,} back: {share:.1%}" for share, key in zip(*pair, strict=True)))
         for head, (slope, *pair) in enumerate(zip(slopes.tolist(), shares.tolist(), keys.tolist(), strict=True))
     ]
-    _print_table(("head", "slope m", *["attends to"] * (len(rows[0]) - 2)), rows, f"token {at} of layer {layer}")
+    columns = ("head", "slope m", *["attends to"] * (len(rows[0]) - 2))
+    print_table(map(right, columns), rows, caption=f"token {at} of layer {layer}")
     if picture is not None:
         from alibi_lab.report.sections import heads as plots
 
@@ -197,7 +198,7 @@ def reach(
 
     found = measure(loaded, content, length=length)
     (drawn,) = plots.find(Archive(found))
-    _print_table(plots.COLUMNS, plots.head_table(drawn), "distances in tokens")
+    print_table(map(right, plots.COLUMNS), plots.head_table(drawn), caption="distances in tokens")
     if picture is not None:
         _draw(plots.reach_figure(drawn), picture)
     _save(found, out)
@@ -245,7 +246,7 @@ def _print_depths(record: records.Record) -> None:
         for depth, shares in by_depth.items():
             rows.append((way, f"{depth:.0f}", *(f"{share:.1%}" for share in shares.mean(axis=0))))
     columns = ("accumulated", "layers", *rollouts.SHARES.values())
-    _print_table(columns, rows, "means of the second half of the queries")
+    print_table(map(right, columns), rows, caption="means of the second half of the queries")
 
 
 def _print_layers(record: records.Record) -> None:
@@ -260,11 +261,4 @@ def _print_layers(record: records.Record) -> None:
             show = "{:,.0f}" if name in ("certified", "mean_distance") else "{:.0%}"
             cells.append(" to ".join(dict.fromkeys(show.format(bound) for bound in (min(values), max(values)))))
         rows.append(cells)
-    _print_table(titles, rows, "minimum and maximum over the heads; distances in tokens")
-
-
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> None:
-    table = RichTable(*(Column(name, justify="right") for name in columns), caption=caption, box=None)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    print_table(map(right, titles), rows, caption="minimum and maximum over the heads; distances in tokens")

@@ -1,8 +1,8 @@
 """`alibi report` and `alibi records`: a page, tables or the paper's claims from records, and records in few files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import typer
 from rich.markup import escape
@@ -14,7 +14,6 @@ from alibi_lab import records
 from alibi_lab.cli.options import documented
 from alibi_lab.report import answers, exports, rollouts
 from alibi_lab.report import verdicts as claims
-from alibi_lab.report.intervals import Interval
 from alibi_lab.report.series import studies
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.verdicts import counted, interval_text, ratio_text, why
@@ -94,18 +93,17 @@ def print_comparison(found: Sequence[records.Record], methods: str) -> None:
     first, comma, second = (name.strip() for name in methods.partition(","))
     if not (first and comma and second) or "," in second:
         raise typer.BadParameter(f"--compare is {methods!r} but must be two methods, as in alibi,rotary")
-    table = RichTable("window", *(Column(name, justify="right") for name in ("length", "ratio", "95 %")), "", box=None)
-    place = None
+    rows, place = list[tuple[str, ...]](), None
     for one in exports.compared(found, first, second):
         if place != (one.study, one.trained):
             place = one.study, one.trained
-            table.add_row(f"[bold]{escape(one.study)}, trained at {one.trained:,}[/]")
+            rows.append((f"[bold]{escape(one.study)}, trained at {one.trained:,}[/]",))
         between = f"{one.bounds.low:.3f} to {one.bounds.high:.3f}" if one.bounds else "one seed"
-        table.add_row(one.window, f"{one.length:,}", f"{one.ratio:.3f}", between, one.word)
+        rows.append((one.window, f"{one.length:,}", f"{one.ratio:.3f}", between, one.word))
     console.print(
         escape(f"perplexity of {first} divided by that of {second}; 95 % over seeds and text"), soft_wrap=True
     )
-    console.print(table)
+    print_table(("window", *map(right, ("length", "ratio", "95 %")), ""), rows)
 
 
 def print_verdicts(found: Sequence[records.Record]) -> None:
@@ -120,21 +118,19 @@ def print_verdicts(found: Sequence[records.Record]) -> None:
     for record, one in judged:
         scale = answers.scale_of(record)
         place = f"{answers.item_name(record)}{f' ({scale})' if scale else ''}"
-        condition = f"{one.claim.condition}; {why(one)}"
-        _print_claim(one.word, f"{place}: {one.claim.says}", one.ours, one.interval, condition)
+        _print_claim(one, place, f"; {why(one)}")
     scales = dict.fromkeys(answers.scale_of(record) for record, _ in judged)
     for scale in scales:
         group = [one for record, one in judged if answers.scale_of(record) == scale]
         console.print(escape(f"{f'{scale}: ' if len(scales) > 1 else ''}{counted(group)}"))
     for other in others:
-        says = f"Wu et al. 2025: {other.claim.says}"
-        _print_claim(other.word, says, other.ours, other.interval, other.claim.condition)
+        _print_claim(other, "Wu et al. 2025")
 
 
-def _print_claim(word: str, says: str, ours: float, bounds: Interval | None, condition: str) -> None:
-    between = f" [{interval_text(bounds)}]" if bounds else ""
-    line = f"{word:<12}  {says}: {ratio_text(ours)}{between}, holds if {condition}"
-    console.print(escape(line), soft_wrap=True, highlight=False)
+def _print_claim(one: claims.Verdict, place: str, reason: str = "") -> None:
+    between = f" [{interval_text(one.interval)}]" if one.interval else ""
+    line = f"{one.word:<12}  {place}: {one.claim.says}: {ratio_text(one.ours)}{between}"
+    console.print(escape(f"{line}, holds if {one.claim.condition}{reason}"), soft_wrap=True, highlight=False)
 
 
 def print_perplexities(loaded: Sequence[records.Record]) -> None:
@@ -144,11 +140,12 @@ def print_perplexities(loaded: Sequence[records.Record]) -> None:
         for columns, block in ((table.columns, block) for table in found for block in table.blocks):
             if not block.title.startswith(f"Perplexity per {study.unit}"):
                 continue  # only the report shows the other units
-            table = RichTable("", *(Column(name, justify="right") for name in columns), box=None)
-            for label, _, cells in block.rows:
-                table.add_row(label, *(f"[bold]{cell.text}[/]" if cell.best else cell.text for cell in cells))
             console.print(f"\n[bold]{escape(block.title)}[/], by length in {study.unit}s", soft_wrap=True)
-            console.print(table)
+            rows = (
+                (label, *(f"[bold]{cell.text}[/]" if cell.best else cell.text for cell in cells))
+                for label, _, cells in block.rows
+            )
+            print_table(("", *map(right, columns)), rows)
         if study.lengths:
             longest = f"{max(study.lengths):,}"
             console.print(f"[dim]all lengths score the same tokens; compare only with runs tested up to {longest}[/]")
@@ -157,9 +154,22 @@ def print_perplexities(loaded: Sequence[records.Record]) -> None:
 def print_curves(curves: Mapping[str, Mapping[str, Sequence[records.Json]]]) -> None:
     """Prints one table per curve."""
     for name, columns in curves.items():
-        table = RichTable(*columns, title=name, title_justify="left", box=None)
-        for row in zip(*columns.values(), strict=True):
-            table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row))
+        rows = zip(*columns.values(), strict=True)
+        shown = ([f"{value:.4g}" if isinstance(value, float) else str(value) for value in row] for row in rows)
+        print_table(columns, shown, title=name, title_justify="left")
+
+
+def right(name: str, **options: Any) -> Column:
+    """A column of numbers, for `print_table`."""
+    return Column(name, justify="right", **options)
+
+
+def print_table(columns: Iterable[str | Column], rows: Iterable[Sequence[str]], **options: Any) -> None:
+    """Prints a table without lines, with these options of rich; nothing if it has no rows."""
+    table = RichTable(*columns, box=None, **options)
+    for row in rows:
+        table.add_row(*row)
+    if table.row_count:
         console.print(table)
 
 

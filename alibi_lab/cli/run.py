@@ -1,7 +1,6 @@
 """`alibi run` trains, tests and reports the runs of a recipe; `alibi recipes` and `alibi config` list what it can run."""
 
 import contextlib
-import functools
 import operator
 import re
 from collections.abc import Sequence
@@ -11,13 +10,12 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.markup import escape
 from rich.table import Column
-from rich.table import Table as RichTable
 
 from alibi_attn.cli.cluster import Ray, cluster
 from alibi_attn.cli.console import check_writable, console, interrupted, needs, print_path
 from alibi_lab import provenance, records
 from alibi_lab.cli.options import TextField, documented, joined, usage_errors
-from alibi_lab.cli.report import print_perplexities, write_report
+from alibi_lab.cli.report import print_perplexities, print_table, right, write_report
 from alibi_lab.lab.config import Recipe, Scale, Selection, check_scale, nearest
 from alibi_lab.lab.config_io import field_meanings
 from alibi_lab.recipes import index
@@ -27,7 +25,6 @@ PAPER_FOLDER = Path("runs/paper")  # the items of the paper share trainings, so 
 
 Track = Literal["", "tensorboard", "wandb"]
 
-_right = functools.partial(Column, justify="right")
 _STATES = {
     (): "recorded already",
     ("evaluation",): "trained already, not tested",
@@ -213,16 +210,15 @@ def show_plan(recipe: str, *, only_missing: bool = False, **options: Any) -> Non
 
         from alibi_lab.lab.experiment import processes
         from alibi_lab.recipes.plan import plan
-    table = RichTable("training", _right("tokens"), _right("minutes here"), "", box=None)
     planned = plan(recipe, **options)
     if not processes().is_main_process:
         return
     left = [one for one in planned if one.missing]
-    for one in left if only_missing else planned:
-        minutes = f"{one.seconds / 60:.1f}" if one.missing else ""
-        table.add_row(one.title, f"{one.tokens:,}", minutes, _STATES[one.missing])
-    if table.row_count:
-        console.print(table)
+    rows = (
+        (one.title, f"{one.tokens:,}", f"{one.seconds / 60:.1f}" if one.missing else "", _STATES[one.missing])
+        for one in (left if only_missing else planned)
+    )
+    print_table(("training", right("tokens"), right("minutes here"), ""), rows)
     of_speed = [one for one in planned if one.study == "speed"]
     counts = []
     if len(planned) > len(of_speed):
@@ -261,12 +257,9 @@ def list_recipes(
         return
     width = max(20, console.width - max(map(len, RECIPES)) - 36)  # the width of the other columns
     question = Column("question", no_wrap=True, overflow="ellipsis", max_width=width)
-    sizes = (_right(name, no_wrap=True) for name in ("trainings", "tokens"))
-    table = RichTable(Column("recipe", no_wrap=True), question, *sizes, box=None)
-    for name, one in RECIPES.items():
-        if scale in one.scales:
-            table.add_row(name, one.question, *_size(one, scale))
-    console.print(table)
+    sizes = (right(name, no_wrap=True) for name in ("trainings", "tokens"))
+    rows = ((name, one.question, *_size(one, scale)) for name, one in RECIPES.items() if scale in one.scales)
+    print_table((Column("recipe", no_wrap=True), question, *sizes), rows)
 
 
 @documented
@@ -282,11 +275,11 @@ def show_config(recipe: Annotated[str, typer.Argument()] = "quick", scale: Scale
         scale: The scale of the recipe.
     """
     configs = recipe_named(recipe, scale).runs(scale)
-    table = RichTable(Column("field", no_wrap=True), "value", "meaning", box=None)
+    rows = list[tuple[str, str, str]]()
     for name, meaning in field_meanings().items():
         values = dict.fromkeys(_plain(operator.attrgetter(name)(config)) for config in configs)
-        table.add_row(name, ", ".join(value for value in values if value), meaning)
-    console.print(table)
+        rows.append((name, ", ".join(value for value in values if value), meaning))
+    print_table((Column("field", no_wrap=True), "value", "meaning"), rows)
 
 
 def _plain(value: object) -> str:
