@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 OWNER := $(BIN)/python tests/support/processes/environment_owner.py $(VENV) $(CURDIR)
 
-.PHONY: help setup ready demo quick test tests sources test-all gpu test-lesser test-levels sanitize wheels release-check check docs format clean
+.PHONY: help setup ready demo quick quick-torch quick-more test tests sources test-all gpu test-lesser test-levels sanitize wheels release-check check docs format clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -33,15 +33,25 @@ demo: ready ## Train four position methods short, test them long, write a report
 	$(BIN)/alibi run quick --out runs/quick
 
 # Each of these files takes a few seconds of a processor or less without what compiles, and together they call most of the library.
-QUICK := $(addprefix tests/, test_reach.py test_units.py cli/test_embed.py $(addprefix attention/, test_spec.py test_hints.py test_refusals.py \
-    test_key_bias.py test_merging.py test_cut_gates.py test_varlen.py test_certified_block_mask.py test_sink_logits.py test_space.py \
+# There are two runs, because each imports only what it needs: PyTorch alone, and torch.compile's code, transformers and JAX, whose
+# compiled programs stay in build/xla.
+QUICK_TORCH := $(addprefix tests/, test_reach.py test_units.py $(addprefix attention/, test_spec.py test_refusals.py \
+    test_key_bias.py test_merging.py test_cut_gates.py test_varlen.py test_sink_logits.py test_space.py \
     $(addprefix backends/, test_cpu.py test_dense.py test_native_decoding.py)) $(addprefix nn/, test_attention.py \
-    test_block.py test_cache.py test_cross_attention.py test_gates.py test_gated_cache.py test_parts.py test_static_cache.py \
-    linear/test_fastest.py) $(addprefix hf/, test_cache.py test_cache_sequences.py test_packed_rows.py) \
-    $(addprefix jax/, test_gpu_plan.py test_reads.py test_modules.py) distributed/test_attention.py)
+    test_block.py test_cache.py test_cross_attention.py test_gates.py test_gated_cache.py test_parts.py linear/test_fastest.py))
+QUICK_MORE := $(addprefix tests/, attention/test_hints.py nn/test_static_cache.py cli/test_embed.py $(addprefix hf/, \
+    test_cache.py test_cache_sequences.py test_packed_rows.py) $(addprefix jax/, test_gpu_plan.py test_reads.py test_modules.py) \
+    distributed/test_attention.py)
 
 quick: ready ## Run the library's fast tests (90 seconds of one core)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -k 'not compile and not one_graph' $(QUICK)
+	@$(MAKE) --no-print-directory -j 2 quick-torch quick-more
+
+quick-torch: FILES := $(QUICK_TORCH)
+quick-more: FILES := $(QUICK_MORE)
+quick-torch quick-more: export JAX_COMPILATION_CACHE_DIR := build/xla
+quick-torch quick-more: export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS := 0
+quick-torch quick-more:
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -k 'not compile and not one_graph' $(FILES)
 
 test: ready ## Check formatting, lint, types and architecture, and run the tests
 	@$(MAKE) --no-print-directory -j 2 sources tests

@@ -42,7 +42,9 @@ def with_cuts(inputs: list[torch.Tensor], closed: float) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.parametrize("backend", WITH_KEY_BIAS)
-@pytest.mark.parametrize("options", [{}, {"segment_ids": (torch.arange(LENGTH) // 90).expand(2, -1)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"segment_ids": (torch.arange(LENGTH) // 90).expand(2, -1)}], ids=["plain", "segments"]
+)
 def test_nothing_passes_a_cut_and_later_gates_keep_their_digits(backend: str, closed: float, options: dict) -> None:
     inputs = [x.requires_grad_() for x in with_cuts(draw(), closed)]
     exact = [x.detach().clone().requires_grad_() for x in inputs]

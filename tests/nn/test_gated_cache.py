@@ -22,20 +22,17 @@ def layer(gate_bias: float = 3.0, **options: object) -> ALiBiAttention:
 
 @pytest.mark.parametrize(
     ("chunk", "options"),
-    [
-        (1, {"num_kv_heads": 2}),
-        *((chunk, x) for chunk in (7, 100) for x in ({}, {"num_kv_heads": 2}, {"slopes": None}, {"gate_bias": 0.0})),
-    ],
+    [(1, {"num_kv_heads": 2}), (7, {}), (7, {"slopes": None}), (100, {"gate_bias": 0.0}), (100, {"num_kv_heads": 2})],
 )
 def test_it_streams_as_one_pass(chunk: int, options: dict) -> None:
-    attention, x = layer(**options), torch.randn(2, 700, 32)
+    attention, x = layer(**options), torch.randn(2, 450, 32)
     cache = attention.reach_cache(tolerance=1e-6)
     parts = [attention(part, cache=cache) for part in x.split(chunk, dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), attention(x), rtol=0, atol=2e-5)
-    assert len(cache) == 700
-    assert all(kept + gone == 700 for kept, gone in zip(cache.kept, cache.forgotten, strict=True))
-    assert max(cache.kept) < 650
-    assert cache.nbytes < 4 * 2 * 2 * 700 * 32 * 4
+    assert len(cache) == 450
+    assert all(kept + gone == 450 for kept, gone in zip(cache.kept, cache.forgotten, strict=True))
+    assert max(cache.kept) < 400
+    assert cache.nbytes < 4 * 2 * 2 * 450 * 32 * 4
 
 
 def test_dropped_keys_weigh_less_than_the_bound() -> None:
