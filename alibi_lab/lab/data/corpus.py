@@ -39,9 +39,8 @@ from alibi_lab.records import Json
 
 # Of one part of a corpus: "documents", "tokens", "bytes", "words" (separated by white space) and "lines".
 Counts: TypeAlias = Mapping[str, int]
-Opened: TypeAlias = Callable[
-    [str], contextlib.AbstractContextManager[BinaryIO]
-]  # opens a file of this name for writing
+# Opens a file of this name for writing.
+Opened: TypeAlias = Callable[[str], contextlib.AbstractContextManager[BinaryIO]]
 Sources: TypeAlias = Sequence[Mapping[str, Json]]  # the state and the hash of each file
 
 SCHEMA = 2
@@ -259,7 +258,7 @@ def _tokenize_text(config: DataConfig, text: Text, opened: Opened) -> tuple[Toke
         CorpusError: the text has no tokens, or the tokenizer cannot be made.
     """
     train, train_bytes = text.parts["train"], text.sizes["train"]
-    tokenizer = make_tokenizer(config.tokenizer, lambda: itertools.chain.from_iterable(train()), train_bytes)
+    tokenizer = make_tokenizer(config.tokenizer, lambda: (chunk for chunk, _ in train()), train_bytes)
     with opened(_TOKENIZER) as file:
         file.write(tokenizer.dump())
     shared = hashlib.sha256(train_bytes.to_bytes(8, "big"))
@@ -300,16 +299,13 @@ def _groups(documents: Documents, document_end: bytes) -> Iterator[list[tuple[by
     """Chunks to encode together: (chunk, the bytes to append to it, whether it is the first of a document)."""
     group: list[tuple[bytes, bytes, bool]] = []
     size = 0
-    for document in documents():
-        chunks = itertools.pairwise(itertools.chain([next(document, b"")], document, [None]))
-        for number, (chunk, following) in enumerate(chunks):
-            assert chunk is not None
-            missing = document_end if following is None and not chunk.endswith(document_end) else b""
-            group.append((chunk, missing, number == 0))
-            size += len(chunk)
-            if size >= _GROUP_BYTES or len(group) >= _GROUP_CHUNKS:
-                yield group
-                group, size = [], 0
+    for (chunk, first), (_, last) in itertools.pairwise(itertools.chain(documents(), [(b"", True)])):
+        missing = document_end if last and not chunk.endswith(document_end) else b""
+        group.append((chunk, missing, first))
+        size += len(chunk)
+        if size >= _GROUP_BYTES or len(group) >= _GROUP_CHUNKS:
+            yield group
+            group, size = [], 0
     if group:
         yield group
 

@@ -23,7 +23,10 @@ from alibi_attn.strict_json import NO_CHARACTER, lone_surrogate
 from alibi_lab.lab.config import DataConfig
 
 Part: TypeAlias = Literal["train", "valid", "test"]
-Documents: TypeAlias = Callable[[], Iterator[Iterator[bytes]]]  # each call reads again, every document in chunks
+Chunks: TypeAlias = Iterator[
+    tuple[bytes, bool]
+]  # of documents, one after the other; True for the first one of a document
+Documents: TypeAlias = Callable[[], Chunks]  # each call reads again
 Shares: TypeAlias = Mapping[Part, float]  # of the text for "valid" and for "test"
 Rows: TypeAlias = Iterator[Mapping[str, object]]
 
@@ -64,9 +67,11 @@ class TextFile:
     field: str = ""
     begin: int = 0
 
-    def documents(self) -> Iterator[Iterator[bytes]]:
+    def documents(self) -> Chunks:
         """Its documents: the rows of a table, or the whole file."""
-        return _with_newlines(texts(self.path, self.field)) if is_table(self.path) else iter([file_chunks(self)])
+        if is_table(self.path):
+            return _with_newlines(texts(self.path, self.field))
+        return ((chunk, number == 0) for number, chunk in enumerate(file_chunks(self)))
 
 
 def text_files(config: DataConfig) -> list[TextFile]:
@@ -100,13 +105,13 @@ def local_files(paths: Sequence[Path], text_field: str = "") -> list[TextFile]:
     for name in (ascii(str(file.path)) for file in files if lone_surrogate(str(file.path))):
         raise CorpusError(f"{name} is a name that is not UTF-8, which no record can hold; rename it")
     for file in files:  # most files that are not text show it at their start: report it before hours of work
-        next(next(file.documents(), iter([b""])))
+        next(file.documents(), None)
     return files
 
 
 def documents_of(files: Sequence[TextFile]) -> Documents:
     """The documents of the files, in order."""
-    return lambda: (document for file in files for document in file.documents())
+    return lambda: (chunk for file in files for chunk in file.documents())
 
 
 def split_text(config: DataConfig, files: Sequence[TextFile]) -> Text:
@@ -117,9 +122,7 @@ def split_text(config: DataConfig, files: Sequence[TextFile]) -> Text:
     """
     shares: Shares = {"valid": config.valid_share, "test": config.test_share}
     text = _split_files(files, shares, by_name=bool(config.text)) if files else _split_hub(config.corpus, shares)
-    sizes = text.sizes or {
-        part: sum(len(chunk) for rows in read() for chunk in rows) for part, read in text.parts.items()
-    }
+    sizes = text.sizes or {part: sum(len(chunk) for chunk, _ in read()) for part, read in text.parts.items()}
     for part in (part for part, size in sizes.items() if not size):
         purpose = {"train": "train on", "valid": "test on", "test": "test on at the end"}[part]
         taken: Part = "test" if part == "test" else "valid"
@@ -145,7 +148,9 @@ def _split_files(files: Sequence[TextFile], shares: Shares, *, by_name: bool) ->
         rows = functools.partial(texts, files[0].path, files[0].field)
         return _last_rows(rows, sum(1 for _ in rows()), shares)
     else:
-        split, inside = "the end of the only file", _ends_of_file(files[0], shares)
+        split, file, size = "the end of the only file", files[0], files[0].num_bytes
+        ends = _ends(shares, lambda share: _line_start(file, size - int(share * size)) if share else size)
+        inside = {part: [replace(file, begin=begin, num_bytes=end - begin)] for part, (begin, end) in ends.items()}
     parts = {part: documents_of(files) for part, files in inside.items()}
     if any(is_table(file.path) for file in files):
         return Text(split, parts)
@@ -255,13 +260,10 @@ def _own_split(files: Sequence[TextFile]) -> dict[Part, list[TextFile]] | None:
     return {part: inside for part, inside in named.items() if inside}
 
 
-def _ends_of_file(file: TextFile, shares: Shares) -> dict[Part, list[TextFile]]:
-    size, ends = file.num_bytes, (shares["valid"] + shares["test"], shares["test"])
-    valid, test = (_line_start(file, size - int(share * size)) if share else size for share in ends)
-    places: dict[Part, tuple[int, int]] = {"train": (0, valid), "valid": (valid, test), "test": (test, size)}
-    if not shares["test"]:
-        del places["test"]
-    return {part: [replace(file, begin=begin, num_bytes=end - begin)] for part, (begin, end) in places.items()}
+def _ends(shares: Shares, start: Callable[[float], int]) -> dict[Part, tuple[int, int]]:
+    """The first and the end of each part of a text whose last shares are for testing; `start` is where the last share begins."""
+    valid, test, end = start(shares["valid"] + shares["test"]), start(shares["test"]), start(0.0)
+    return {"train": (0, valid), "valid": (valid, test), **({"test": (test, end)} if shares["test"] else {})}
 
 
 def _line_start(file: TextFile, place: int) -> int:
@@ -302,22 +304,19 @@ def _hub_texts(rows: Any) -> Callable[[], Iterator[bytes]]:
 
 
 def _last_rows(rows: Callable[[], Iterator[bytes]], count: int, shares: Shares) -> Text:
-    valid, test = (max(1, int(count * (1 - share))) for share in (shares["valid"] + shares["test"], shares["test"]))
-    parts: dict[Part, Documents] = {"train": _rows(rows, 0, valid), "valid": _rows(rows, valid, test)}
-    if shares["test"]:
-        parts["test"] = _rows(rows, test, count)
-    return Text("the last rows", parts)
+    ends = _ends(shares, lambda share: max(1, int(count * (1 - share))))
+    return Text("the last rows", {part: _rows(rows, begin, end) for part, (begin, end) in ends.items()})
 
 
 def _rows(rows: Callable[[], Iterator[bytes]], begin: int = 0, end: int | None = None) -> Documents:
     return lambda: _with_newlines(itertools.islice(rows(), begin, end))
 
 
-def _with_newlines(rows: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
+def _with_newlines(rows: Iterator[bytes]) -> Chunks:
     """Rows as documents; each except the last one ends with a newline."""
     for row, following in itertools.pairwise(itertools.chain(rows, [None])):
         assert row is not None
-        yield iter([row if following is None or row.endswith(b"\n") else row + b"\n"])
+        yield row if following is None or row.endswith(b"\n") else row + b"\n", True
 
 
 def is_table(path: Path) -> bool:
