@@ -116,12 +116,9 @@ def recall_rows(
     if not SEGMENT <= distance <= length + 1 - SEGMENT:
         farthest = length + 1 - SEGMENT
         raise TaskError(f"distance is {distance} but must be from {SEGMENT} to {farthest} in {length} tokens")
-    noise, parts = _recall_parts(alphabet)
     generator = torch.Generator().manual_seed(seed)
-    places = torch.randint(len(noise), (trials, (longest or length) + 1), generator=generator)
-    rows = noise[places][:, -(length + 1) :]
-    which = torch.randint(parts.shape[1], (trials, SEGMENT), generator=generator)
-    segments = parts[torch.arange(SEGMENT), which]
+    rows, segments = _noise_and_segments(alphabet, trials, (longest or length) + 1, generator)
+    rows = rows[:, -(length + 1) :]
     rows[:, -SEGMENT:] = segments
     rows[:, length + 1 - SEGMENT - distance : length + 1 - distance] = segments
     return rows
@@ -183,23 +180,23 @@ def _digits(encode: Encode) -> list[list[int]]:
     return digits
 
 
-def _recall_parts(alphabet: Tensor) -> tuple[Tensor, Tensor]:
-    """The noise tokens (half of the alphabet), and the tokens of each part, [SEGMENT, the other half / SEGMENT]."""
+def _noise_and_segments(alphabet: Tensor, count: int, length: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Rows of noise tokens (half of the alphabet), [count, length], and a segment of the others for each, [count, SEGMENT]."""
     each = len(alphabet) // (2 * SEGMENT)
     if each < 2:
         found = f"the text has {len(alphabet)} different tokens but recall needs {4 * SEGMENT}"
         raise TaskError(f'{found}; leave "recall" out of eval.tasks')
-    alphabet = alphabet.long()
-    return alphabet[: -each * SEGMENT], alphabet[-each * SEGMENT :].unflatten(0, (SEGMENT, each))
+    noise, parts = alphabet.long().split([len(alphabet) - each * SEGMENT, each * SEGMENT])
+    rows = noise[torch.randint(len(noise), (count, length), generator=generator)]
+    which = torch.randint(each, (count, SEGMENT), generator=generator)
+    return rows, parts.unflatten(0, (SEGMENT, each))[torch.arange(SEGMENT), which]
 
 
 def _recall_documents(count: int, document_tokens: int, generator: torch.Generator) -> Tensor:
     """Documents of noise in which one segment repeats at random gaps, up to a limit drawn for each document."""
     if document_tokens < 2 * SEGMENT:
         raise TaskError(f"documents of {document_tokens} tokens have no room to recall; pass {2 * SEGMENT} or more")
-    noise, parts = _recall_parts(torch.arange(SYMBOLS))
-    documents = noise[torch.randint(len(noise), (count, document_tokens + SEGMENT), generator=generator)]
-    segments = parts[torch.arange(SEGMENT), torch.randint(parts.shape[1], (count, SEGMENT), generator=generator)]
+    documents, segments = _noise_and_segments(torch.arange(SYMBOLS), count, document_tokens + SEGMENT, generator)
     widest = torch.rand(count, generator=generator) * (document_tokens - 2 * SEGMENT)
     begin = torch.zeros(count)
     while bool((begin < document_tokens).any()):
@@ -238,13 +235,9 @@ def _mqar(count: int, length: int, generator: torch.Generator, varied: bool) -> 
     gap += (widest - gap) % 2  # no question is cut
     questions = (length - 2 * _PAIRS) // (2 * _PAIRS) + 1
     order = torch.cat([_shuffled(count, _PAIRS, generator) for _ in range(questions)], 1)
-    place = torch.arange(length) - 2 * _PAIRS - gap[:, None]  # index in the questions
-    which = order.gather(1, place.clamp(min=0).div(2, rounding_mode="floor"))
     tokens = _noise(count, length, generator)
     tokens[:, : 2 * _PAIRS] = torch.stack([keys, values], -1).flatten(1)
-    answers = (place >= 0) & (place % 2 == 1)
-    tokens = torch.where(place >= 0, torch.where(answers, values.gather(1, which), keys.gather(1, which)), tokens)
-    return tokens, answers
+    return _with_questions(tokens, 2 * _PAIRS + gap, order, (keys, values))
 
 
 def _needles(count: int, length: int, generator: torch.Generator, varied: bool) -> Documents:
@@ -261,11 +254,22 @@ def _needles(count: int, length: int, generator: torch.Generator, varied: bool) 
     for step, symbols in enumerate((torch.full_like(keys, _MARK), keys, values)):
         tokens.scatter_(1, places + step, symbols)
     order = torch.cat([_shuffled(count, _NEEDLES, generator) for _ in range(-(-most // _NEEDLES))], 1)
-    place = torch.arange(length) - (length - 3 * questions)[:, None]  # index in the questions
-    which = order.gather(1, place.clamp(min=0).div(3, rounding_mode="floor"))
-    for step, symbols in enumerate((torch.full_like(which, _ASK), keys.gather(1, which), values.gather(1, which))):
-        tokens = torch.where((place >= 0) & (place % 3 == step), symbols, tokens)
-    return tokens, (place >= 0) & (place % 3 == 2)
+    return _with_questions(tokens, length - 3 * questions, order, (torch.full_like(keys, _ASK), keys, values))
+
+
+def _with_questions(tokens: Tensor, begins: Tensor, order: Tensor, parts: Sequence[Tensor]) -> Documents:
+    """The documents [count, length], ending in questions whose last token is the answer.
+
+    Args:
+        begins: [count], the first token of the questions.
+        order: [count, questions], which one is asked.
+        parts: the tokens of a question, each [count, different questions].
+    """
+    place, size = torch.arange(tokens.shape[1]) - begins[:, None], len(parts)
+    which = order.gather(1, place.clamp(min=0).div(size, rounding_mode="floor"))
+    for step, symbols in enumerate(parts):
+        tokens = torch.where((place >= 0) & (place % size == step), symbols.gather(1, which), tokens)
+    return tokens, (place >= 0) & (place % size == size - 1)
 
 
 def _copy(count: int, length: int, generator: torch.Generator, varied: bool) -> Documents:
