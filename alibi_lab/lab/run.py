@@ -26,7 +26,7 @@ from alibi_lab.lab.config_io import to_json
 from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.evaluation.evaluate import all_curves, own_curves, scored_stretches
 from alibi_lab.lab.model.method_checks import source_facts
-from alibi_lab.lab.training.checkpoint import Progress, load_model
+from alibi_lab.lab.training.checkpoint import Progress, load_checkpoint
 from alibi_lab.lab.training.flops import full_tokens_per_second, matrix_flops_per_second
 from alibi_lab.lab.training.train import num_pieces, train
 from alibi_lab.records import Json
@@ -126,7 +126,7 @@ def run_once(run: Run, console: Console, track: str, place: Place = ("", 0)) -> 
     metrics, curves = _train(run, console, track, place)
     if not PartialState().is_main_process:
         return []
-    model = load_model(run.checkpoints, run.config)
+    model, _ = load_checkpoint(run.checkpoints, method=run.config.model.method)
     size = {"parameters": model.num_parameters()}
     if not training:
         metrics |= size

@@ -13,20 +13,11 @@ from alibi_attn.strict_json import JsonError, is_sealed, parse, sealed
 
 
 class DamagedError(ValueError):
-    """A file that is missing or differs from what was written.
-
-    Args:
-        name: the file, relative to its folder.
-        reason: the rest of the sentence that starts with the name.
-    """
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name} {reason}")
-        self.name, self.reason = name, reason
+    """A file that is missing or differs from what was written; the rest of a sentence that begins with its name."""
 
 
 class SchemaError(ValueError):
-    """A manifest that has no schema, or a schema that this version does not support."""
+    """A sealed file that has no schema, or a schema that this version does not support."""
 
 
 def seal(folder: Path, manifest: str, about: Mapping[str, Any]) -> None:
@@ -36,25 +27,27 @@ def seal(folder: Path, manifest: str, about: Mapping[str, Any]) -> None:
     (folder / manifest).write_bytes(sealed({**about, "files": files}, indent=1))
 
 
-def read_manifest(folder: Path, name: str, *, schema: int) -> dict[str, Any]:
-    """The `about` that `seal` wrote, with "files"; also supports the previous schema, which has no hash of itself.
+def read_sealed(folder: Path, name: str, *, schema: int) -> dict[str, Any]:
+    """A sealed file of JSON, such as a manifest: the `about` of `seal`, with "files".
+
+    Also supports the previous schema, which has no hash of itself.
 
     Raises:
-        DamagedError: the manifest is missing, not JSON, or changed.
+        DamagedError: the file is missing, not JSON, or changed.
         SchemaError: another version or another program wrote it.
     """
     try:
         data = parse((folder / name).read_bytes())
     except OSError as error:
-        raise DamagedError(name, f"cannot be read: {error.strerror}") from None
+        raise DamagedError(f"cannot be read: {error.strerror}") from None
     except JsonError as error:
-        raise DamagedError(name, f"is not JSON: {error}") from None
+        raise DamagedError(f"is not JSON: {error}") from None
     if not isinstance(data, dict) or "schema" not in data:
         raise SchemaError(f"{folder / name} has no schema")
     if data["schema"] not in (schema - 1, schema):
         raise SchemaError(f"{folder / name} has schema {data['schema']}, but this version reads schema {schema}")
     if data["schema"] == schema and not is_sealed(data):
-        raise DamagedError(name, "is not what was written")
+        raise DamagedError("is not what was written")
     return data
 
 
@@ -70,13 +63,13 @@ def verify(folder: Path, name: str, written: Mapping[str, Any], *, hashed_bytes:
     try:
         found = (folder / name).stat()
         if found.st_size != written.get("bytes", found.st_size):
-            raise DamagedError(name, f"has {found.st_size} bytes instead of {written['bytes']}")
+            raise DamagedError(f"has {found.st_size} bytes instead of {written['bytes']}")
         large = hashed_bytes is not None and found.st_size > hashed_bytes
         unchanged = large and found.st_mtime_ns == written["mtime_ns"]
         if not unchanged and file_sha256(folder / name) != written["sha256"]:
-            raise DamagedError(name, "is not what was written")
+            raise DamagedError("is not what was written")
     except OSError as error:
-        raise DamagedError(name, f"cannot be read: {error.strerror}") from None
+        raise DamagedError(f"cannot be read: {error.strerror}") from None
 
 
 def file_sha256(path: Path) -> str:

@@ -48,7 +48,7 @@ HASHED_BYTES = 64 << 20  # smaller files are hashed whenever they are opened, la
 
 _SETTINGS = ("corpus", "tokenizer", "valid_share", "test_share")
 _MANIFEST, _LOCK, _TOKENIZER = "manifest.json", ".lock", "tokenizer.json"
-_manifest = functools.partial(sealed_folder.read_manifest, name=_MANIFEST, schema=SCHEMA)
+_manifest = functools.partial(sealed_folder.read_sealed, name=_MANIFEST, schema=SCHEMA)
 _AGAIN = "delete the folder and run again: the text is tokenized again"
 _GROUP_BYTES, _GROUP_CHUNKS = 1 << 20, 512  # encoded at once
 
@@ -183,6 +183,7 @@ def _opened(folder: Path) -> Corpus:
     Raises:
         CorpusError: the files differ from what was written.
     """
+    name = _MANIFEST
     try:
         manifest = _manifest(folder)
         for name, written in manifest["files"].items():
@@ -196,7 +197,7 @@ def _opened(folder: Path) -> Corpus:
     except OSError as error:
         reason = f"{error.filename} cannot be read: {error.strerror}"
     except DamagedError as error:
-        reason = str(error)
+        reason = f"{name} {error}"
     except (KeyError, TypeError, ValueError, AttributeError):
         reason = f"{_MANIFEST} has missing entries"
     raise CorpusError(f"the tokens in {folder} are damaged ({reason}); {_AGAIN}")

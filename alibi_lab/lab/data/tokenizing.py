@@ -15,8 +15,9 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from alibi_attn.strict_json import NO_CHARACTER, is_sealed, lone_surrogate, parse, sealed
+from alibi_attn.strict_json import NO_CHARACTER, lone_surrogate, sealed
 from alibi_lab.lab.data.sources import CorpusError
+from alibi_lab.lab.sealed_folder import read_sealed
 
 SCHEMA = 1
 SAMPLE_BYTES = 16 << 20  # evenly spread sample for the BPE; more text hardly changes its merges
@@ -162,27 +163,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises:
         CorpusError: the file does not exist, is not a tokenizer, or is from another version.
     """
-    again = "delete the folder it is in and run again"
     try:
-        data = parse(path.read_bytes())
-        if not isinstance(data, dict):
-            raise ValueError("it is no object")
-        if data["schema"] != SCHEMA:
-            raise CorpusError(f"{path} has schema {data['schema']} but this version reads {SCHEMA}; {again}")
-        if not is_sealed(data):
-            raise ValueError("not what was written")
+        data = read_sealed(path.parent, path.name, schema=SCHEMA)
         if data["tokenizer"] == "bytes":
             return byte_tokenizer()
         if isinstance(words := data.get("words"), list):
             return word_tokenizer(words)
         return bpe_tokenizer(str(data["tokenizer"]), str(data["model"]))
-    except CorpusError:
-        raise
-    except OSError as error:
-        reason = f"cannot be read ({error.strerror}); it is stored next to the tokens and in every checkpoint"
     except (ValueError, KeyError, TypeError) as error:
-        reason = f"is not a tokenizer, or damaged; {again} ({error})"
-    raise CorpusError(f"{path} {reason}")
+        again = "it is next to the tokens and in every checkpoint: delete the folder it is in and run again"
+        raise CorpusError(f"{path} is not a tokenizer, or damaged ({error}); {again}") from None
 
 
 def _joined(known: Sequence[bytes]) -> Callable[[Ids], bytes]:

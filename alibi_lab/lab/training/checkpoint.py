@@ -95,21 +95,23 @@ def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageM
             other parameters.
         PositionError: a hook of `method` returns something invalid, or it sees the future.
     """
-    folder = step_folder(path)
-    config, _ = _read(folder, method, imports=False)
-    return load_model(folder, config), config
-
-
-def load_model(path: Path, config: RunConfig) -> LanguageModel:
-    """The model of a checkpoint that was trained with this config, on the CPU and in evaluation mode.
-
-    Imports the position method that the config names; otherwise as `load_checkpoint`.
-    """
-    folder = step_folder(path)
+    folder, trained = step_folder(path), checkpoint_method(path)
+    if method is None and trained not in LOOKS:
+        code = trained if IMPORT_PATH.fullmatch(trained) else "FILE.py:Class"
+        raise CheckpointError(
+            f"{folder} was trained with the position method {trained!r}, which is not built in; a checkpoint's code is never "
+            f"imported on its own: provide it with --method {code}, or in Python with method={code!r}"
+        )
+    if method not in (None, trained) and (trained in LOOKS or method in LOOKS):
+        raise CheckpointError(
+            f"{folder} was trained with the position method {trained!r}, not {method!r}; pass the class that trained it, or "
+            "nothing for a method that is built in"
+        )
+    config, _ = _read(folder, method)
     trained_with = _manifest(folder).get("method", {})
     if trained_with and trained_with["sha256"] != source_facts(config.model.method)["sha256"]:
         changed = f"{config.model.method} has changed since it trained {folder}; its results may differ"
-        warnings.warn(changed, stacklevel=3)
+        warnings.warn(changed, stacklevel=2)
     _verify(folder, "model.safetensors")
     if IMPORT_PATH.fullmatch(config.model.method):
         try_method(config.model, config.train.length)
@@ -132,13 +134,14 @@ def load_model(path: Path, config: RunConfig) -> LanguageModel:
                     "pass the file as it was in training"
                 )
         model.load_state_dict(weights)
-    return model.eval()
+    return model.eval(), config
 
 
 def checkpoint_method(path: Path) -> str:
     """The `model.method` of a checkpoint, without importing it."""
     folder = step_folder(path)
-    return str(_manifest(folder)["config"]["model"]["method"])
+    with _undamaged(folder, "config.json", KeyError, TypeError):
+        return str(_manifest(folder)["config"]["model"]["method"])
 
 
 def load_checkpoint_tokenizer(path: Path) -> Tokenizer:
@@ -151,9 +154,8 @@ def load_checkpoint_tokenizer(path: Path) -> Tokenizer:
         CheckpointError: the checkpoint is missing or damaged.
     """
     folder = step_folder(path)
-    _read(folder)
     _verify(folder, "tokenizer.json")
-    with _undamaged(folder, "tokenizer.json", OSError, CorpusError):
+    with _undamaged(folder, "tokenizer.json", CorpusError):
         return load_tokenizer(folder / "tokenizer.json")
 
 
@@ -314,7 +316,7 @@ def _with_shards(folder: Path, training: Training, transfer: Callable[..., objec
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
         with _undamaged(folder, "config.json", sealed_folder.DamagedError, AttributeError, KeyError):
-            about = sealed_folder.read_manifest(folder, "config.json", schema=SCHEMA)
+            about = sealed_folder.read_sealed(folder, "config.json", schema=SCHEMA)
             if about["schema"] != SCHEMA:
                 about["files"] = {name: {"sha256": digest} for name, digest in about["sha256"].items()}
             return about
@@ -329,28 +331,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{error}; pass a folder that this version of alibi run has written") from None
 
 
-def _read(folder: Path, method: str | None = None, *, imports: bool = True) -> tuple[RunConfig, Progress]:
-    """The config, with the given position method, if any, and the progress.
-
-    Args:
-        imports: whether the checkpoint may name a method that is not built in.
-    """
+def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress]:
+    """The config, with the given position method instead of its own, if any, and the progress."""
     about = _manifest(folder)
     with _undamaged(folder, "config.json", ConfigError, AttributeError, KeyError, TypeError, ValueError):
-        model = about["config"]["model"]
-        trained = model["method"]
-        path = trained if IMPORT_PATH.fullmatch(trained) else "FILE.py:Class"
-        if method is None and trained not in LOOKS and not (imports and path == trained):
-            raise CheckpointError(
-                f"{folder} was trained with the position method {trained!r}, which is not built in; a checkpoint's code is never "
-                f"imported on its own: provide it with --method {path}, or in Python with method={path!r}"
-            )
-        if method not in (None, trained) and (trained in LOOKS or method in LOOKS):
-            raise CheckpointError(
-                f"{folder} was trained with the position method {trained!r}, not {method!r}; pass the class that trained it, or "
-                "nothing for a method that is built in"
-            )
-        model["method"] = method or trained
+        about["config"]["model"]["method"] = method or about["config"]["model"]["method"]
         return from_json(about["config"]), Progress(**about["progress"])
 
 
@@ -375,8 +360,6 @@ def _undamaged(folder: Path, name: str, *kinds: type[Exception]) -> Iterator[Non
 
 
 def _first_line(error: BaseException) -> str:
-    if isinstance(error, sealed_folder.DamagedError):
-        return error.reason
     cause: BaseException | None = error
     while cause is not None:  # torch wraps the OSError of a full disk
         if isinstance(cause, OSError) and cause.strerror:
