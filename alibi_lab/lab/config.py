@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict
 
-from alibi_lab.position_methods import LOOKS
+from alibi_lab.position_methods import LOOKS, Look
 
 Method: TypeAlias = str  # a name in `alibi_lab/position_methods.py`, or an import path
 Architecture: TypeAlias = Literal["modern", "mpt", "baevski-auli"]
@@ -29,7 +29,7 @@ METHOD_MODULE = "alibi_method_"  # how the names of modules imported from FILE.p
 TOKENIZER_NAME = r"bytes|words|bpe:[1-9]\d*|.+\.json|.*/.*"
 MAX_INTEGER = 10**12  # of integers: seeds times a million fit into the 64 bits of torch's generators
 _KINDS: dict[object, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-_KINDS[types.NoneType] = "none"
+_KINDS |= {types.NoneType: "none", Look: "a Look"}
 TASK_CORPUS = re.compile(rf"task:({'|'.join(typing.get_args(Task))})(?::([1-9]\d*))?")
 
 
@@ -59,7 +59,7 @@ class ModelConfig:
     softmax_dropout: float = 0.0  # of the inputs of an adaptive softmax and of its further bands
 
     def __post_init__(self) -> None:
-        _check_fields("model", self)
+        check_fields("model", self)
         if not IMPORT_PATH.fullmatch(self.method) and self.method not in LOOKS:
             found = f"model.method is {self.method!r}{nearest(self.method, tuple(LOOKS))}"
             advice = f"pass one of {', '.join(LOOKS)}, or your own as FILE.py:Class or package.module:Class"
@@ -94,7 +94,7 @@ class DataConfig:
     segments: bool = False  # attend within documents only; needs a method that depends on distances only
 
     def __post_init__(self) -> None:
-        _check_fields("data", self)
+        check_fields("data", self)
         if self.text and self.corpus == "python-source":
             object.__setattr__(self, "corpus", "text")  # so that no record names a corpus that was not read
         is_task = TASK_CORPUS.fullmatch(self.corpus) is not None
@@ -150,7 +150,7 @@ class TrainConfig:
     validate_tokens: int = 8192  # scored in a validation
 
     def __post_init__(self) -> None:
-        _check_fields("train", self, may_be_0=("warmup_steps", "weight_decay", "seed", "first_steps", "validate_every"))
+        check_fields("train", self, may_be_0=("warmup_steps", "weight_decay", "seed", "first_steps", "validate_every"))
         first, steps = self.first_length, self.first_steps
         if (first is None) != (steps == 0) or steps >= self.steps:
             found = f"train.first_length is {first} and train.first_steps {steps} of {self.steps}"
@@ -187,7 +187,7 @@ class EvalConfig:
     sinks: tuple[int, ...] = ()  # also read with this many first tokens and a window, each length in total
 
     def __post_init__(self) -> None:
-        _check_fields("eval", self)
+        check_fields("eval", self)
         if not self.lengths or min(self.lengths) < 1 or list(self.lengths) != sorted(set(self.lengths)):
             raise ConfigError(f"eval.lengths is {self.lengths}; pass lengths of 1 or more, in rising order, each once")
         for name, most, room in (("memory", self.lengths[-1], "longest"), ("sinks", self.lengths[0], "shortest")):
@@ -273,15 +273,23 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name} is {value!r}{nearest(value, choices)}; pass one of {', '.join(choices)}")
 
 
-def _check_fields(section: str, config: object, *, may_be_0: Sequence[str] = ()) -> None:
-    """Checks that fields have their types and choices, and that integers are 1 (or 0 for the named ones) to `MAX_INTEGER`."""
-    for name, kind in typing.get_type_hints(type(config)).items():
+def check_fields(
+    section: str, config: object, *, may_be_0: Sequence[str] = (), kinds: Mapping[str, object] | None = None
+) -> None:
+    """Checks that fields have their types and choices, and that integers are 1 (or 0 for the named ones) to `MAX_INTEGER`.
+
+    Args:
+        kinds: the types of the fields; those of a dataclass by default.
+    """
+    for name, kind in (kinds or typing.get_type_hints(type(config))).items():
         value, several = getattr(config, name), typing.get_origin(kind) is tuple
-        if not _fits(value, kind):
-            raise ConfigError(f"{section}.{name} is {value!r} but must be {described(kind)}")
         item = typing.get_args(kind)[0] if several else kind
-        if typing.get_origin(item) is Literal:
-            for one in value if several else (value,):
+        if several and not isinstance(value, tuple | list):
+            raise ConfigError(f"{section}.{name} is {value!r} but must be {described(kind)}")
+        for one in value if several else (value,):
+            if not _fits(one, item):
+                raise ConfigError(f"{section}.{name} is {one!r} but must be {described(item)}")
+            if typing.get_origin(item) is Literal:
                 check_choice(f"{section}.{name}", one, typing.get_args(item))
         least = 0 if name in may_be_0 else 1 if kind in (int, int | None) else None
         if None not in (least, value) and not least <= value <= MAX_INTEGER:
@@ -289,14 +297,11 @@ def _check_fields(section: str, config: object, *, may_be_0: Sequence[str] = ())
 
 
 def _fits(value: object, kind: object) -> bool:
-    origin, options = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
+    if typing.get_origin(kind) is Literal:
         return isinstance(value, str)
-    if origin is tuple:
-        return isinstance(value, tuple | list) and all(_fits(item, options[0]) for item in value)
     if kind is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    return any(_fits(value, one) for one in options) or type(value) is kind
+    return any(_fits(value, one) for one in typing.get_args(kind)) or type(value) is kind
 
 
 def described(kind: object) -> str:

@@ -7,15 +7,14 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
-from alibi_lab.lab.config import TASK_CORPUS, ConfigError, RunConfig, SymbolTask, check_choice, described, nearest
+from alibi_lab.lab.config import TASK_CORPUS, ConfigError, RunConfig, SymbolTask, nearest
 from alibi_lab.records import Json
 
-_Config = TypeVar("_Config")
-
+_SECTIONS = typing.get_type_hints(RunConfig)  # "model", "data", "train", "eval" and their classes
 # Newer fields are written only if they differ from the default, so that the identities of older records stay the same.
 LATER = {"text_field", "context_parallel", "exchange_timeout_s", "compile", "trials", "memory", "sinks"}
 # The names of other libraries.
@@ -63,8 +62,8 @@ def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
             guess = _suggestion(name, names)
             raise ConfigError(f"there is no field {name!r}{guess}; the fields are: {', '.join(names)}")
         section, field = name.split(".")
-        kind = typing.get_type_hints(type(getattr(config, section)))[field]
-        sections.setdefault(section, {})[field] = _parse(name, text, kind)
+        kind = typing.get_type_hints(_SECTIONS[section])[field]
+        sections.setdefault(section, {})[field] = _parse(text, kind)
     changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
     return dataclasses.replace(config, **changed)
 
@@ -76,7 +75,7 @@ def field_meanings() -> dict[str, str]:
     'tokens per training example, L in the paper'
     """
     meanings = dict.fromkeys(field_names(), "")
-    for section, kind in typing.get_type_hints(RunConfig).items():
+    for section, kind in _SECTIONS.items():
         for field, comment in re.findall(r"^    (\w+): [^#\n]*  # (.*)$", inspect.getsource(kind), re.MULTILINE):
             meanings[f"{section}.{field}"] = comment
     return meanings
@@ -109,8 +108,7 @@ def field_names() -> tuple[str, ...]:
     >>> "train.steps" in field_names()
     True
     """
-    sections = typing.get_type_hints(RunConfig)
-    return tuple(f"{name}.{field.name}" for name, section in sections.items() for field in dataclasses.fields(section))
+    return tuple(f"{name}.{field.name}" for name, kind in _SECTIONS.items() for field in dataclasses.fields(kind))
 
 
 def to_json(config: RunConfig) -> dict[str, Json]:
@@ -129,32 +127,29 @@ def from_json(data: object) -> RunConfig:
     Raises:
         ConfigError: sections or fields differ from those of this version.
     """
-    sections = typing.get_type_hints(RunConfig)
-    if not isinstance(data, Mapping) or not data.keys() >= sections.keys():
-        raise ConfigError(f"a config has the sections {', '.join(sections)}; this one has others")
-    return RunConfig(**{name: _section(name, kind, data[name]) for name, kind in sections.items()})
+    if not isinstance(data, Mapping) or not data.keys() >= _SECTIONS.keys():
+        raise ConfigError(f"a config has the sections {', '.join(_SECTIONS)}; this one has others")
+    return RunConfig(**{name: _section(name, kind, data[name]) for name, kind in _SECTIONS.items()})
 
 
-def _section(name: str, kind: Callable[..., _Config], data: object) -> _Config:
+def _section(name: str, kind: Any, data: object) -> Any:
     hints = typing.get_type_hints(kind)
     if not isinstance(data, Mapping) or not hints.keys() - LATER <= data.keys() <= hints.keys():
         raise ConfigError(f"section {name!r} of a config has the fields {', '.join(hints)}; this one has others")
     return kind(**{field: tuple(value) if isinstance(value, list) else value for field, value in data.items()})
 
 
-def _parse(name: str, text: str, kind: object) -> object:
+def _parse(text: str, kind: object) -> object:
+    """The value of this type that a text writes; text that writes none remains text, which the config refuses."""
     options = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
-        return tuple(_parse(name, item.strip(), options[0]) for item in text.split(",") if item.strip())
+        return tuple(_parse(item.strip(), options[0]) for item in text.split(",") if item.strip())
     if isinstance(kind, types.UnionType):
-        return None if text.lower() == "none" else _parse(name, text, options[0])
+        return None if text.lower() == "none" else _parse(text, options[0])
     if kind is bool:
-        check_choice(name, text.lower(), ("true", "false"))
-        return text.lower() == "true"
-    if kind not in (int, float):
-        return text
-    with contextlib.suppress(ValueError, OverflowError):  # not a number, or an integer beyond all floats
-        value = int(text) if kind is int else float(text)
-        if math.isfinite(value):
-            return value
-    raise ConfigError(f"{name} is {text!r} but must be {described(kind)}")
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if kind in (int, float):
+        with contextlib.suppress(ValueError, OverflowError):  # not a number, or an integer beyond all floats
+            value = int(text) if kind is int else float(text)
+            return value if math.isfinite(value) else text
+    return text

@@ -33,7 +33,7 @@ from alibi_attn.nn.linear.fastest import Linear, linear
 from alibi_lab.lab.config import Architecture, ConfigError, ModelConfig, Stretch
 from alibi_lab.lab.model.adaptive import AdaptiveInput, AdaptiveSoftmax
 from alibi_lab.lab.model.attention import LayerCache, attend
-from alibi_lab.lab.model.method_checks import Hooks, check_signatures, checked
+from alibi_lab.lab.model.method_checks import Hooks, made
 from alibi_lab.lab.model.position_method import Bias, Context, LayerInput, Pass, PositionMethod
 from alibi_lab.lab.model.positions import check_segments, check_stretch, method_class
 
@@ -59,9 +59,7 @@ class LanguageModel(nn.Module):
     def __init__(self, config: ModelConfig, *, trained_length: int, seed: int = 0) -> None:
         super().__init__()
         self.config, self.trained_length = config, trained_length
-        method = method_class(config.method)
-        check_signatures(method)
-        self.position: PositionMethod = checked(method(config, trained_length))
+        self.position = made(method_class(config.method), config, trained_length)
         self.embedding: nn.Embedding | AdaptiveInput
         if config.cutoffs:
             self.embedding = AdaptiveInput(config.vocab_size, config.embed_dim, config.cutoffs)

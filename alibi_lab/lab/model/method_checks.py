@@ -17,7 +17,6 @@ import importlib.util
 import inspect
 import math
 import sys
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +25,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from alibi_lab.lab.config import IMPORT_PATH, METHOD_MODULE, ConfigError, Stretch
+from alibi_lab.lab.config import IMPORT_PATH, METHOD_MODULE, ConfigError, ModelConfig, Stretch, check_fields
 from alibi_lab.lab.model import position_method as results
 from alibi_lab.lab.model.position_method import Attention, Bias, Pass, PositionError, PositionMethod
 from alibi_lab.position_methods import Look
@@ -64,11 +63,11 @@ def source_facts(method: str) -> dict[str, Json]:
     return {"path": method, "sha256": digest, **dataclasses.asdict(look)}
 
 
-def check_signatures(kind: type[PositionMethod]) -> None:
-    """Checks the arguments of the class and of its hooks.
+def made(kind: type[PositionMethod], config: ModelConfig, trained_length: int) -> PositionMethod:
+    """A method of this class, if the arguments of the class and of its hooks, its attributes and its parameters are valid.
 
     Raises:
-        PositionError: some are invalid; names the file and line.
+        PositionError: some are not; names the file and line.
     """
     ours = {hook: getattr(PositionMethod, hook) for hook in ("add", "rotate", "bias", "attend", "stretched")}
     calls = {hook: ", ".join(inspect.signature(known).parameters) for hook, known in ours.items()}
@@ -84,20 +83,13 @@ def check_signatures(kind: type[PositionMethod]) -> None:
         except TypeError as error:
             advice = "; make it a class method" if hook == "curves" else ""
             _fail(kind, hook, f"must accept the arguments ({arguments}): {error}{advice}")
-
-
-def checked(method: PositionMethod) -> PositionMethod:
-    """The method, if its attributes and parameters are valid.
-
-    Raises:
-        PositionError: some are not; names the file and line of its class.
-    """
-    kind = type(method)
+    method = kind(config, trained_length)
     if "_parameters" not in vars(method) or not hasattr(method, "trained_length"):
         _fail(kind, "__init__", "does not call super().__init__(config, trained_length); call it first")
-    for name, (valid, wanted) in _attributes(method).items():
-        if not valid:
-            _fail(kind, "", f"has {name} = {getattr(method, name)!r}; it must be {wanted}")
+    try:
+        check_fields(kind.__name__, method, may_be_0=("memory",), kinds=inspect.get_annotations(PositionMethod))
+    except ConfigError as error:
+        raise PositionError(f"{located(kind)}: {error}") from None
     for name, parameter in method.named_parameters():
         if not parameter.is_floating_point() or (parameter.ndim > 1 and not parameter.numel()):
             found = f"{name} of shape {list(parameter.shape)} and {parameter.dtype}"
@@ -234,23 +226,6 @@ def _described(result: object) -> str:
 
 def _fail(kind: type, hook: str, message: str) -> NoReturn:
     raise PositionError(f"{located(kind, hook)}: {kind.__name__}{'.' if hook else ''}{hook} {message}")
-
-
-def _attributes(method: PositionMethod) -> dict[str, tuple[bool, str]]:
-    """For each attribute, whether its value is valid, and the valid ones."""
-    known = [name for name in typing.get_args(Stretch) if name != "none"]
-    known_only = isinstance(method.stretches, tuple) and all(one in known for one in method.stretches)
-    memory, counts = method.memory, (method.max_positions, method.segment)
-    positions, segment = (count is None or (type(count) is int and count > 0) for count in counts)
-    return {
-        "relative": (type(method.relative) is bool, "True or False"),
-        "per_layer": (type(method.per_layer) is bool, "True or False"),
-        "max_positions": (positions, "None or a whole number of tokens above 0"),
-        "segment": (segment, "None or a whole number of tokens above 0"),
-        "memory": (type(memory) is int and memory >= 0, "a whole number of tokens, 0 or more"),
-        "look": (method.look is None or isinstance(method.look, Look), "None or a Look"),
-        "stretches": (known_only, f"a tuple of some of {', '.join(known)}"),
-    }
 
 
 def _module(path: str) -> ModuleType:

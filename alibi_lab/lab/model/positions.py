@@ -6,7 +6,6 @@ Shapes as in `attention/call/spec.py`; E is the width of the model. Next: `dista
 """
 
 import dataclasses
-import importlib
 
 import torch
 import torch.nn.functional as F
@@ -182,9 +181,6 @@ class ALiBiFox(Fox):
         return dataclasses.replace(super().bias(at), slopes=self.slopes)
 
 
-def _class(defined: str) -> type[PositionMethod]:
-    module, _, name = defined.partition(":")
-    return getattr(importlib.import_module(f"alibi_lab.lab.model.{module}"), name)
-
-
-METHODS: dict[Method, type[PositionMethod]] = {name: _class(look.defined) for name, look in LOOKS.items()}
+METHODS: dict[Method, type[PositionMethod]] = {
+    name: imported_method(f"alibi_lab.lab.model.{look.defined}") for name, look in LOOKS.items()
+}

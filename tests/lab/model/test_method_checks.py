@@ -78,10 +78,10 @@ WRONG = [
     ("bias(self): return None", r"A.bias must accept the arguments \(self, at\)"),
     ("    bias = None", "A has bias = None; it must be a method"),
     ("curves(self, model, corpus, config): return {}", "A.curves must accept .*make it a class method"),
-    ("    look = 'red'", "A has look = 'red'; it must be None or a Look"),
-    ("    segment = '4'", "A has segment = '4'; it must be None or a whole number"),
-    ("    segment, memory = 4, -1", "A has memory = -1"),
-    ("    stretches = 'linear'", "A has stretches = 'linear'; it must be a tuple"),
+    ("    look = 'red'", "A.look is 'red' but must be a Look or none"),
+    ("    segment = '4'", "A.segment is '4' but must be a whole number or none"),
+    ("    segment, memory = 4, -1", "A.memory is -1 but must be 0 or more"),
+    ("    stretches = 'linear'", "A.stretches is 'linear' but must be a list of values, each one of"),
     (
         f"{INIT}super().__init__(config, trained_length)\n"
         "        self.p = nn.Parameter(torch.ones(3, dtype=torch.long), requires_grad=False)",
