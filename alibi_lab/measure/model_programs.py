@@ -222,9 +222,9 @@ _LLAMA: dict[str, Any] = {"models": (ENCODER,), "precisions": ALL[:3], "needs": 
 PROGRAMS: Mapping[str, Program] = {
     OURS: Program(open=ours, models=MODELS, precisions=ALL),
     ORIGINAL: Program(
-        open=original, models=(*DECODERS, T5), precisions=FLOATS, arrays=8, compared=("bloom", "mpt", T5)
+        open=original, models=(*DECODERS, T5), precisions=FLOATS, arrays=4.5, compared=("bloom", "mpt", T5)
     ),
-    UNROUNDED: Program(open=unrounded, models=("falcon",), arrays=8),
+    UNROUNDED: Program(open=unrounded, models=("falcon",), arrays=4.5),
     EAGER: Program(open=functools.partial(dense, eager=True), models=(ENCODER,), precisions=FLOATS, arrays=5),
     DENSE: Program(open=functools.partial(dense, eager=False), models=(ENCODER,), precisions=FLOATS, arrays=3),
     "BERT, SDPA, no bias": Program(open=bert, models=(ENCODER,), precisions=FLOATS, compared=()),
