@@ -5,6 +5,7 @@ Before: `series.py`, which groups records into studies, and `intervals.py`, whic
 
 import csv
 import io
+import itertools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -13,31 +14,11 @@ from alibi_lab.records import Record
 from alibi_lab.report.intervals import Interval, Word, between, exp, interval, seed_interval, word_of
 from alibi_lab.report.series import MODES, Mode, Study, studies
 from alibi_lab.report.tables import study as tables
-from alibi_lab.report.tables.table import Cell, Table, mean
+from alibi_lab.report.tables.table import Table, mean
 
 Form = Literal["csv", "markdown", "latex"]
 Side = Literal["lower", "higher", "open"]
 _WORDS: dict[Word, Side] = {"confirmed": "lower", "contradicted": "higher", "open": "open"}
-
-
-class Row(NamedTuple):
-    """The perplexity of one configuration at one length, over its seeds.
-
-    Args:
-        window: how the text was read, such as "nonoverlapping".
-        perplexity, lowest, highest: per token (or byte): the mean over the seeds, and their range.
-    """
-
-    study: str
-    text: str
-    method: str
-    trained: int
-    window: Mode
-    length: int
-    seeds: int
-    perplexity: float
-    lowest: float
-    highest: float
 
 
 class Comparison(NamedTuple):
@@ -57,17 +38,20 @@ class Comparison(NamedTuple):
     word: Side
 
 
-def rows(records: Sequence[Record]) -> list[Row]:
-    """All perplexities of the language models among the records."""
-    return [
-        Row(study.recipe, str(study.corpus.get("name", "")), one.label, one.trained, mode, int(length), len(found),
-            mean(found), min(found), max(found))
-        for study in studies(records)
-        for one in study.series
-        for mode in MODES
-        for length in one.curve("by_length", "length", f"{mode}_nats")[0]
-        if (found := one.perplexity(length, mode))
-    ]  # fmt: skip
+def rows(records: Sequence[Record]) -> Iterator[dict[str, object]]:
+    """All perplexities of the language models among the records, one row per configuration and length.
+
+    "window" is how the text was read, such as "nonoverlapping"; "perplexity", "lowest" and "highest" are per token (or byte): the
+    mean over the seeds, and their range.
+    """
+    for study in studies(records):
+        names = {"study": study.recipe, "text": str(study.corpus.get("name", ""))}
+        for one, mode in itertools.product(study.series, MODES):
+            for length in one.curve("by_length", "length", f"{mode}_nats")[0]:
+                found = one.perplexity(length, mode)
+                of_method = {"method": one.label, "trained": one.trained, "window": mode, "length": int(length)}
+                values = {"perplexity": mean(found), "lowest": min(found), "highest": max(found)}
+                yield names | of_method | {"seeds": len(found)} | values
 
 
 def exported(records: Sequence[Record], form: Form) -> str:
@@ -76,13 +60,13 @@ def exported(records: Sequence[Record], form: Form) -> str:
     Raises:
         ValueError: no language model was evaluated.
     """
-    found = rows(records)
+    found = list(rows(records))
     if not found:
         raise ValueError("no evaluation of a language model is among these records; alibi run and alibi eval make them")
     if form == "csv":
         text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(Row._fields)
+        writer = csv.DictWriter(text, found[0], lineterminator="\n")
+        writer.writeheader()
         writer.writerows(found)
         return text.getvalue()
     write = _markdown if form == "markdown" else _latex
@@ -111,20 +95,19 @@ def _of_study(study: Study, first: str, second: str) -> Iterator[Comparison]:
     over, under = (
         [one for one in plain if name in (one.method, one.method.rpartition(":")[2])] for name in (first, second)
     )
-    for one, other in ((one, other) for one in over for other in under if one.trained == other.trained):
-        for mode in MODES:
-            for length in one.curve("by_length", "length", f"{mode}_nats")[0]:
-                if (pairs := between(one, other, mode, length)) is None:
-                    continue
-                bounds = interval(pairs) if seed_interval(pairs) else None
-                word = _WORDS[word_of(bounds, "below", 1.0)] if bounds else "open"
-                ratio = exp(float(pairs.logs.mean()))
-                yield Comparison(study.recipe, one.trained, mode, int(length), ratio, bounds, word)
+    for one, other, mode in itertools.product(over, under, MODES):
+        for length in one.curve("by_length", "length", f"{mode}_nats")[0] if one.trained == other.trained else ():
+            if (pairs := between(one, other, mode, length)) is None:
+                continue
+            bounds = interval(pairs) if seed_interval(pairs) else None
+            word = _WORDS[word_of(bounds, "below", 1.0)] if bounds else "open"
+            ratio = exp(float(pairs.logs.mean()))
+            yield Comparison(study.recipe, one.trained, mode, int(length), ratio, bounds, word)
 
 
 def _markdown(study: Study, table: Table) -> str:
     lines = [f"{study.recipe} on {study.corpus.get('name', '')}\n"]
-    for head, *body in _rows_of(table, "**{}**", str):
+    for head, *body in _rows_of(table, "**{}**"):
         lines += ["|" + "|".join(row) + "|" for row in (head, ["---"] * len(head), *body)]
         lines.append("")
     return "\n".join(lines)
@@ -132,25 +115,19 @@ def _markdown(study: Study, table: Table) -> str:
 
 def _latex(study: Study, table: Table) -> str:
     lines = [f"% {study.recipe} on {study.corpus.get('name', '')}; \\usepackage{{booktabs}}"]
-    for rows_ in _rows_of(table, "\\textbf{{{}}}", _escaped):
-        head, *body = (f"{' & '.join(row)} \\\\" for row in rows_)
-        columns = f"l{'r' * len(table.columns)}"
-        lines += [f"\\begin{{tabular}}{{{columns}}}", "\\toprule", head, "\\midrule", *body]
+    for block in _rows_of(table, "\\textbf{{{}}}", lambda text: re.sub(r"([&%$#_{}])", r"\\\1", text)):
+        head, *body = (f"{' & '.join(row)} \\\\" for row in block)
+        lines += [f"\\begin{{tabular}}{{l{'r' * len(table.columns)}}}", "\\toprule", head, "\\midrule", *body]
         lines += ["\\bottomrule", "\\end{tabular}", ""]
     return "\n".join(lines)
 
 
-def _rows_of(table: Table, bold: str, escaped: Callable[[str], str]) -> Iterator[list[list[str]]]:
-    """The rows of every block as text, its head first; the best values are bold."""
-
-    def text(cell: Cell) -> str:
-        plain = f"{cell.text} ({cell.spread.replace(' – ', '–')})" if cell.spread else cell.text
-        return bold.format(plain) if cell.best else plain
-
+def _rows_of(table: Table, bold: str, escaped: Callable[[str], str] = str) -> Iterator[list[list[str]]]:
+    """The rows of every block as text, its title and the columns first; `bold` is the form of the best values."""
     for block in table.blocks:
-        rows_of = [[escaped(label), *map(text, cells)] for label, _, cells in block.rows]
-        yield [[escaped(block.title), *table.columns], *rows_of]
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"([&%$#_{}])", r"\\\1", text)
+        rows = [[escaped(block.title), *table.columns]]
+        for label, _, cells in block.rows:
+            texts = [f"{cell.text} ({cell.spread.replace(' – ', '–')})" if cell.spread else cell.text for cell in cells]
+            best = [bold.format(text) if cell.best else text for cell, text in zip(cells, texts, strict=True)]
+            rows.append([escaped(label), *best])
+        yield rows

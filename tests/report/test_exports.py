@@ -29,7 +29,7 @@ def noisy(record: Record, by: float) -> Record:
 
 def test_csv_has_one_row_per_perplexity_with_the_range_of_the_seeds(made_up) -> None:
     found = list(csv.DictReader(io.StringIO(exported(made_up(seeds=3), "csv"))))
-    assert len(found) == len(rows(made_up(seeds=3)))
+    assert len(found) == len(list(rows(made_up(seeds=3))))
     [one] = [
         row for row in found if (row["method"], row["window"], row["length"]) == ("rotary", "nonoverlapping", "512")
     ]
