@@ -1,8 +1,7 @@
 """Tables of the paper's items: our rows and the paper's under common columns, and how both change with length."""
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -76,12 +75,11 @@ def _by_length(record: Record, item: PublishedItem) -> Table:
         found.append((f"The paper: {theirs}", measure, _rows(published(item), item.series, measure)))
     lengths = _shown(found)
     columns = tuple(f"{x:,.0f}" if factor == 1 else f"{x / factor:,.0f} ({x:,.0f})" for x in lengths)
-    blocks = []
-    for title, measure, rows in found:
-        if rows:
-            cells = [_marked(measure, [_cell(measure, *at.get(x, ())) for at in rows.values()]) for x in lengths]
-            by_label = zip(rows, zip(*cells, strict=True), strict=True)
-            blocks.append(Block(title, [(label, method_of(label) or "ink", row) for label, row in by_label]))
+    blocks = [
+        _block(title, {label: [at.get(x, ()) for x in lengths] for label, at in rows.items()}, [measure] * len(lengths))
+        for title, measure, rows in found
+        if rows
+    ]
     return Table(columns, blocks)
 
 
@@ -101,21 +99,27 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
     first = f"Ours, perplexity per {unit_of(record)}" if measured else "Ours"
     blocks = []
     for title, column, ours in ((first, recorded(record), True), (f"The paper, {item.corpus}", published(item), False)):
-        last = -1 if ours else 0  # the paper's table has the last point of a training curve
-        lines: list[tuple[str, Sequence[float]]] = []
+        lines: dict[str, Sequence[Sequence[float]]] = {}
         for label in labels_of(record) if ours else item.series:
-            values = [column(label, measure).tolist()[last:] for measure in item.columns]
-            rows = list(itertools.zip_longest(*values, fillvalue=math.nan))
-            lines += [(label, row) for row in rows or [(math.nan,) * len(values)] * (label in item.cited)]
-        columns = [_marked(name, [_cell(name, row[at]) for _, row in lines]) for at, name in enumerate(item.columns)]
-        shown: list[Row] = []
-        for (label, _), *cells in zip(lines, *columns, strict=True):
-            cited = label in item.cited
-            if ours and cited and label not in record.curves:
-                cells = [Cell(CITED), *(Cell("") for _ in cells[1:])]
-            shown.append((f"{label}, cited" if cited and not ours else label, method_of(label) or "ink", cells))
-        blocks.append(Block(title, shown))
+            # Of a training curve, the last point, as in the paper's table.
+            values = [column(label, measure).tolist()[-1:] for measure in item.columns]
+            if any(values) or label in item.cited:
+                lines[label if ours or label not in item.cited else f"{label}, cited"] = values
+        not_run = set(item.cited) - set(record.curves) if ours else set()
+        cited = [Cell(CITED), *[Cell("")] * (len(item.columns) - 1)]
+        rows = _block(title, lines, list(item.columns)).rows
+        blocks.append(Block(title, [(label, ink, cited if label in not_run else cells) for label, ink, cells in rows]))
     return Table([_title(measure, scale_factor(record)) for measure in item.columns], blocks)
+
+
+def _block(title: str, rows: Mapping[str, Sequence[Sequence[float]]], measures: Sequence[str]) -> Block:
+    """A row per label, whose cells are (value, lowest, highest) or less, and the measure of each column."""
+    columns = [
+        _marked(measure, [_cell(measure, *cell) for cell in column])
+        for measure, column in zip(measures, zip(*rows.values(), strict=True), strict=False)
+    ]
+    cells = zip(rows, zip(*columns, strict=True), strict=True)
+    return Block(title, [(label, method_of(label) or "ink", row) for label, row in cells])
 
 
 def _marked(measure: str, column: list[Cell]) -> list[Cell]:
