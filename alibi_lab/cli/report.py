@@ -14,7 +14,7 @@ from alibi_lab import records
 from alibi_lab.cli.options import documented
 from alibi_lab.report import answers, exports, rollouts
 from alibi_lab.report import verdicts as claims
-from alibi_lab.report.series import studies
+from alibi_lab.report.series import grouped, studies
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.verdicts import counted, interval_text, ratio_text, why
 
@@ -110,19 +110,18 @@ def print_verdicts(found: Sequence[records.Record]) -> None:
     """One line per claim of the paper, contradictions first, and the counts at the end."""
     by_identity = {records.identity(one.kind, one.name, one.config): one for one in found}
     unique = list(by_identity.values())
-    judged, others = claims.in_order(claims.all_verdicts(unique, by_identity)), rollouts.claims(unique)
+    judged, others = claims.all_verdicts(unique, by_identity), rollouts.claims(unique)
     if not judged and not others:
         raise ValueError(
             "no answer to a figure or table of the paper is among these records; alibi run paper makes them"
         )
+    by_scale = grouped(judged, lambda one: answers.scale_of(one[0]))
     for record, one in judged:
         scale = answers.scale_of(record)
         place = f"{answers.item_name(record)}{f' ({scale})' if scale else ''}"
         _print_claim(one, place, f"; {why(one)}")
-    scales = dict.fromkeys(answers.scale_of(record) for record, _ in judged)
-    for scale in scales:
-        group = [one for record, one in judged if answers.scale_of(record) == scale]
-        console.print(escape(f"{f'{scale}: ' if len(scales) > 1 else ''}{counted(group)}"))
+    for scale, members in by_scale.items():
+        console.print(escape(f"{f'{scale}: ' if len(by_scale) > 1 else ''}{counted([one for _, one in members])}"))
     for other in others:
         _print_claim(other, "Wu et al. 2025")
 

@@ -112,18 +112,15 @@ def unit_of(record: Record) -> str:
     return "byte" if sizes == {1} else "token"
 
 
-def corpus_of(record: Record) -> str:
-    """The names of the texts that we measured on."""
-    names = dict.fromkeys(str(corpus.get("name")) for corpus in _corpora(record) if corpus.get("name"))
-    return " and ".join(names) or "another text"
-
-
 def facts(record: Record) -> list[tuple[str, str]]:
     """How our lengths, units, slopes and samples relate to the paper's, as names and values."""
     item, factor = item_of(record), scale_factor(record)
     slopes = _slopes(record, item)
     equal = sum(ours == theirs for ours, theirs in slopes)
-    units = f"{unit_of(record)} of {corpus_of(record)}; the paper's: token of {item.corpus}" if item.corpus else ""
+    texts = (
+        " and ".join(dict.fromkeys(str(one["name"]) for one in _corpora(record) if one.get("name"))) or "another text"
+    )
+    units = f"{unit_of(record)} of {texts}; the paper's: token of {item.corpus}" if item.corpus else ""
     found = {
         "the paper's lengths / ours": f"{factor:g}" if factor != 1 else "",
         "slopes equal to the paper's, to the last bit": f"{equal} of {len(slopes)}" if slopes else "",
@@ -149,7 +146,11 @@ class Sources:
         self.record = record
         self.records = [by_identity[key] for key in digits if key in by_identity]
         self.missing = len(digits) - len(self.records)
-        self._factor = self._scale_factor()
+        # From the trainings if the answer has no lengths.
+        lengths = [length for one in self.records if isinstance(length := _lengths(one)[0], int) and length > 0]
+        theirs = [length for label in record.curves if (length := trained_length(label))]
+        factor = scale_factor(record)  # the paper's lengths divided by ours
+        self._factor = min(theirs) / min(lengths) if factor == 1 and lengths and theirs else factor
 
     def by_seed(self, number: Number) -> dict[int, Record]:
         """The records that a number is read from, by seed: measurements of speed, trainings, or evaluations of its model on its
@@ -201,13 +202,6 @@ class Sources:
             return []
         wanted = method_of(number.label), round(trained / self._factor), None
         return [one for one in self.records if (section(one, "model").get("method"), *_lengths(one)) == wanted]
-
-    def _scale_factor(self) -> float:
-        """The paper's lengths divided by ours; from the trainings if the answer has no lengths."""
-        lengths = [length for one in self.records if isinstance(length := _lengths(one)[0], int) and length > 0]
-        theirs = [length for label in self.record.curves if (length := trained_length(label))]
-        factor = scale_factor(self.record)
-        return min(theirs) / min(lengths) if factor == 1 and lengths and theirs else factor
 
 
 def _corpora(record: Record) -> Sequence[Mapping[str, Json]]:

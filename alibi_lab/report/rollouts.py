@@ -2,7 +2,7 @@
 
 The claims are those of Wu, Wang, Jegelka and Jadbabaie 2025 (arXiv:2502.01951), measured on models trained without positions and
 with ALiBi. Both compare shares of the first token at two depths or of two methods, paired by seed and by text; like the claims
-of Press et al. (`verdicts.py`) they need an interval over seeds. Next: `sections/rollouts.py`.
+of Press et al. (`verdicts.py`) they need an interval over seeds. Next: `sections/heads.py`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from alibi_lab.records import MAX_COUNT, Record
 from alibi_lab.report import intervals
 from alibi_lab.report.intervals import Paired
 from alibi_lab.report.published import Claim, Number, Relation
-from alibi_lab.report.series import Array, numbers, sequence
+from alibi_lab.report.series import Array, grouped, numbers, sequence
 from alibi_lab.report.verdicts import Verdict, decided
 
 THEORY = "theory"
@@ -53,11 +53,9 @@ def by_depth(record: Record, way: str, share: str) -> dict[float, float]:
 
 def models(records: Sequence[Record]) -> dict[str, list[Record]]:
     """The records of trained models by name: one per seed, with the depths and texts of the first."""
-    found: dict[str, dict[str, Record]] = {}
-    for record in records:
-        if is_drawn(record) and record.name != THEORY:
-            found.setdefault(record.name, {})[str(record.config.get("seed"))] = record
-    kept = {name: [seeds[seed] for seed in sorted(seeds)] for name, seeds in found.items()}
+    drawn = grouped((one for one in records if is_drawn(one) and one.name != THEORY), lambda one: one.name)
+    seeds = {name: {str(one.config.get("seed")): one for one in members} for name, members in drawn.items()}
+    kept = {name: [of_seed[seed] for seed in sorted(of_seed)] for name, of_seed in seeds.items()}
     return {name: [one for one in members if _shape(one) == _shape(members[0])] for name, members in kept.items()}
 
 

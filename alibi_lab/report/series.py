@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from alibi_lab.records import LARGEST, MAX_COUNT, Json, Record, flat, identity
 Array = NDArray[np.float64]
 Mode = Literal["nonoverlapping", "sliding", "windowed"]
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 
 MODES: tuple[Mode, ...] = ("nonoverlapping", "sliding", "windowed")
 
@@ -150,9 +151,7 @@ def studies(records: Iterable[Record]) -> list[Study]:
     """
     of_models = (r for r in records if r.kind in ("training", "evaluation") and _method(r) and _trained(r) > 0)
     unique = {identity(r.kind, r.name, r.config): r for r in of_models}  # one may be passed twice
-    runs: dict[tuple[str, str], list[Record]] = {}
-    for record in unique.values():
-        runs.setdefault(_key(record), []).append(record)
+    runs = grouped(unique.values(), _key)
     groups: dict[tuple[str, str, str], dict[tuple[str, str], list[Record]]] = {}
     for (recipe, run), members in runs.items():
         trainings, evaluations = ([r for r in members if r.kind == kind] for kind in ("training", "evaluation"))
@@ -161,6 +160,14 @@ def studies(records: Iterable[Record]) -> list[Study]:
             group = groups.setdefault((recipe, _text(record.config.get("corpus")), _text(test)), {})
             group.setdefault((run, _stretch(record)), [*trainings] if evaluations else []).append(record)
     return [_study(recipe, runs) for (recipe, _, _), runs in sorted(groups.items())]
+
+
+def grouped(items: Iterable[_T], key: Callable[[_T], _K]) -> dict[_K, list[_T]]:
+    """The items by their keys, in order."""
+    found: dict[_K, list[_T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
 
 
 def section(record: Record, name: str) -> Mapping[str, Json]:
@@ -206,6 +213,15 @@ def floats(columns: Mapping[str, Sequence[Json]], name: str) -> list[float]:
     return [float(value) if isinstance(value, int | float) else math.nan for value in values]
 
 
+def plain_text(value: Json) -> str:
+    """A value in a record's config as text."""
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, list):
+        return ", ".join(map(plain_text, value))
+    return value if isinstance(value, str) else _text(value)
+
+
 def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Study:
     last = [members[-1] for members in runs.values()]  # an evaluation if there is one
     configs = [_settings(record.config) for record in last]
@@ -236,9 +252,9 @@ def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Stu
 def _difference(config: Mapping[str, Json], names: Sequence[str]) -> str:
     """How a run differs from others of its method and length: " (steps 40)", " (staged from 64)"."""
     named = [name for name in names if name not in ("train.first_length", "train.first_steps")]
-    parts = [f"{name.split('.', 1)[1]} {_plain(config.get(name))}" for name in named]
+    parts = [f"{name.split('.', 1)[1]} {plain_text(config.get(name))}" for name in named]
     if config.get("train.first_length") is not None and "train.first_length" in names:
-        parts.append(f"staged from {_plain(config['train.first_length'])}")
+        parts.append(f"staged from {plain_text(config['train.first_length'])}")
     return f" ({', '.join(parts)})" if parts else ""
 
 
@@ -267,7 +283,3 @@ def _settings(config: Mapping[str, Json]) -> dict[str, Json]:
 
 def _text(value: object) -> str:
     return json.dumps(value, sort_keys=True)
-
-
-def _plain(value: Json) -> str:
-    return value if isinstance(value, str) else _text(value)

@@ -16,7 +16,7 @@ with the reason (`why`).
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -65,14 +65,11 @@ def verdicts(record: Record, by_identity: Mapping[str, Record]) -> list[Verdict]
     return [_verdict(claim, sources) for claim in CLAIMS if claim.item == item_name(record)]
 
 
-def in_order(judged: Iterable[tuple[Record, Verdict]]) -> list[tuple[Record, Verdict]]:
-    """Contradicted claims first, then confirmed, then open ones; each group in the paper's order."""
-    return sorted(judged, key=lambda one: get_args(Word).index(one[1].word))
-
-
 def all_verdicts(records: Sequence[Record], by_identity: Mapping[str, Record]) -> list[tuple[Record, Verdict]]:
-    """All verdicts on the answers among the records, each with its answer, in the paper's order."""
-    return [(record, one) for record in answers.sorted_items(records) for one in verdicts(record, by_identity)]
+    """All verdicts on the answers among the records, each with its answer: contradicted claims first, then confirmed, then open
+    ones, each in the paper's order."""
+    judged = [(record, one) for record in answers.sorted_items(records) for one in verdicts(record, by_identity)]
+    return sorted(judged, key=lambda one: get_args(Word).index(one[1].word))
 
 
 def paired(sources: Sources, over: Sequence[Number], under: Sequence[Number], *, way: str) -> Paired:

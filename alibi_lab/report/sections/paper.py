@@ -19,7 +19,7 @@ GROUP = "The paper, item by item"
 
 def find_claims(archive: Archive) -> list[list[tuple[Record, Verdict]]]:
     """All verdicts of all items, as one entry."""
-    judged = verdicts.in_order(verdicts.all_verdicts(archive.records, archive.by_identity))
+    judged = verdicts.all_verdicts(archive.records, archive.by_identity)
     return [judged] if judged or rollouts.claims(archive.records) else []
 
 
