@@ -15,7 +15,7 @@ from alibi_lab.cli.options import documented
 from alibi_lab.cli.report import print_table, right
 from alibi_lab.report import rollouts
 from alibi_lab.report.series import numbers
-from alibi_lab.report.tables.heads import fraction, head_rows
+from alibi_lab.report.tables.table import fraction, head_rows
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -158,7 +158,7 @@ def rollout(
     """
     with needs("lab"):
         from alibi_lab.heads.rollout import THEORY_LENGTH, rolled_out, stretches, theory
-        from alibi_lab.report.sections import rollouts as plots
+        from alibi_lab.report.sections import heads as plots
     if model is None:
         _check(picture, out)
         record = theory(length or THEORY_LENGTH, num_heads)

@@ -13,7 +13,7 @@ try:
     from alibi_lab.report import answers
     from alibi_lab.report.plots import drawing
     from alibi_lab.report.section import TEMPLATES, Archive, Section, count_of, html
-    from alibi_lab.report.sections import benchmark, heads, method_comparison, paper, rollouts, study
+    from alibi_lab.report.sections import benchmark, heads, method_comparison, paper, study
 except ModuleNotFoundError as error:
     if error.name not in ("jinja2", "matplotlib"):
         raise
@@ -22,7 +22,8 @@ except ModuleNotFoundError as error:
 from alibi_attn.files import replace_file
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import Record
-from alibi_lab.report.tables.cost import cost_table
+from alibi_lab.report.series import grouped
+from alibi_lab.report.tables.study import cost_table
 from alibi_lab.report.tables.table import machine_text, processor_text, variable_of
 
 TITLE = "Train short, test long"
@@ -42,38 +43,31 @@ SECTIONS: Sequence[tuple[Find, Draw]] = [
     (heads.find_slopes, heads.draw_slopes),
     (heads.find, heads.draw),
     (heads.find_maps, heads.draw_map),
-    (rollouts.find, rollouts.draw),
+    (heads.find_rollouts, heads.draw_rollouts),
     (benchmark.find_texts, benchmark.draw_text),
     (benchmark.find, benchmark.draw),
 ]
 
 
 def write_report(
-    records: Sequence[Record],
-    path: Path,
-    *,
-    title: str = TITLE,
-    question: str | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    records: Sequence[Record], path: Path, *, title: str = TITLE, progress: Callable[[int, int], None] | None = None
 ) -> Path:
     """Write the report of the records to one HTML file, atomically, and return its path.
 
     Args:
         records: any kinds, in any order; without records the page explains how to make some.
-        question: the sentence under the title; default a fixed one if there are language models.
         progress: called after each section with (drawn sections, all sections).
 
     Raises:
         OSError: the file cannot be written.
     """
-    return replace_file(path, report_html(records, title=title, question=question, progress=progress).encode())
+    return replace_file(path, report_html(records, title=title, progress=progress).encode())
 
 
 def report_html(
     records: Sequence[Record],
     *,
     title: str = TITLE,
-    question: str | None = None,
     sections: Sequence[tuple[Find, Draw]] = SECTIONS,
     progress: Callable[[int, int], None] | None = None,
 ) -> str:
@@ -89,17 +83,15 @@ def report_html(
     listed = [section for section in shown if section.group]
     first = landing(shown) if len(listed) > 1 else []
     shown += ending(archive)
-    contents: dict[str, list[Section]] = {}
-    if len(listed) > 1:
+    contents = grouped(_distinguished(listed), lambda section: section.group) if len(listed) > 1 else {}
+    if contents:
         shown.append(record_list(archive, shown))
-        for section in _distinguished(listed):
-            contents.setdefault(section.group, []).append(section)
     shown_in = [series for study in archive.studies for series in study.series]
     own = {variable_of(one): one.look for one in shown_in if one.look and one.look not in LOOKS.values()}
     page = TEMPLATES.get_template("page.html").render(
         title=title,
-        colors=lambda theme: f"{drawing.css(theme)} {drawing.css(theme, own)}".rstrip(),
-        question=question or (QUESTION if archive.studies else ""),
+        colors=lambda theme: drawing.css(theme, {**LOOKS, **own}),
+        question=QUESTION if archive.studies else "",
         first=first,
         contents=list(contents.items()),
         folded=len(listed) > MOST_OPEN,

@@ -17,17 +17,16 @@ from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
+from matplotlib.figure import Figure
 
 from alibi_lab.records import Record, age, identity
 from alibi_lab.report import series
 from alibi_lab.report.answers import between
-from alibi_lab.report.plots.drawing import Plot, svg
-from alibi_lab.report.plots.retrieval import TITLES, task_table
+from alibi_lab.report.plots.drawing import described, svg
 from alibi_lab.report.plots.study import FEWEST
 from alibi_lab.report.series import Study
-from alibi_lab.report.tables.cost import duration, model_sizes
-from alibi_lab.report.tables.heads import fraction
-from alibi_lab.report.tables.table import mean, number, rounded, variable_of
+from alibi_lab.report.tables.study import TASKS, duration, model_sizes, task_table
+from alibi_lab.report.tables.table import fraction, mean, number, rounded, variable_of
 from alibi_lab.report.verdicts import interval_text, ratio_text
 
 
@@ -43,7 +42,7 @@ TEMPLATES = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.globals |= {"svg": svg, "titles": TITLES, "task_table": task_table, "fewest": FEWEST}
+TEMPLATES.globals |= {"svg": svg, "described": described, "titles": TASKS, "task_table": task_table, "fewest": FEWEST}
 TEMPLATES.filters |= {
     one.__name__: one for one in (age, between, code, duration, fraction, math.isfinite, mean, number, rounded)
 }
@@ -89,7 +88,7 @@ class Section:
     records: Sequence[Record] = ()
     css: str = ""
     finding: str = ""
-    lead: Plot | None = None
+    lead: Figure | None = None
 
 
 def html(macro: str, **values: object) -> Markup:

@@ -15,8 +15,7 @@ from alibi_lab.report import plot_alibi_bias
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots import study as figures
 from alibi_lab.report.series import studies
-from alibi_lab.report.tables.heads import fraction, half_life
-from alibi_lab.report.tables.table import number
+from alibi_lab.report.tables.table import fraction, half_life, number
 
 
 def _line(figure, color):

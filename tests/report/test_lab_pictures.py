@@ -12,14 +12,13 @@ from made_up_records import answer, changed
 from alibi_lab import records
 from alibi_lab.records import Record
 from alibi_lab.report.page import report_html
-from alibi_lab.report.plots import drawing, retrieval
+from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots import study as figures
 from alibi_lab.report.published import PUBLISHED
 from alibi_lab.report.section import Archive
 from alibi_lab.report.sections import heads as certificates
 from alibi_lab.report.sections.study import MOST_LINES, drawable
 from alibi_lab.report.series import studies
-from alibi_lab.report.tables import cost as costs
 from alibi_lab.report.tables import study as tables
 
 
@@ -117,15 +116,15 @@ def test_tasks_are_means_over_seeds_and_worst_places(made_up) -> None:
     first, second = ([_tasked(r, share) for r in made_up(methods=("alibi",), seeds=2)] for share in (0.5, 0.75))
     found = [*first[:2], *second[2:]]
     (study,) = studies(found)
-    assert retrieval.shares(study.series[0], "passkey") == {(128, 0.0): 1.0, (128, 1.0): 0.625}
-    blocks = {block.title: [cell.text for cell in block.rows[0][2]] for block in retrieval.task_table(study).blocks}
+    assert tables.shares(study.series[0], "passkey") == {(128, 0.0): 1.0, (128, 1.0): 0.625}
+    blocks = {block.title: [cell.text for cell in block.rows[0][2]] for block in tables.task_table(study).blocks}
     assert [cells[0] for cells in blocks.values()] == ["62 %", "12 %"]
-    grid = retrieval.figure_of(study, "passkey").axes[0]
+    grid = figures.figure_of(study, "passkey").axes[0]
     assert sorted(artist.get_text() for artist in grid.texts if artist.get_text()) == ["100", "62"]
-    line = retrieval.figure_of(study, "recall").axes[0].lines[0]
+    line = figures.figure_of(study, "recall").axes[0].lines[0]
     assert line.get_ydata().tolist() == [0.625, 0.125]
     assert "Finding distant information" in report_html(found)
-    assert retrieval.figure_of(studies(made_up())[0], "passkey") is None
+    assert figures.figure_of(studies(made_up())[0], "passkey") is None
 
 
 def _heads(layer: int, certified: list[int]) -> Record:
@@ -161,12 +160,12 @@ def test_costs_count_a_training_once(made_up) -> None:
     again = [
         changed(r, "config", "eval", stride=1) for r in found if r.kind == "evaluation"
     ]  # another study of the same trainings
-    table = costs.cost_table(studies([*found, *again]))
+    table = tables.cost_table(studies([*found, *again]))
     (row,) = table.blocks[0].rows
     assert [cell.text for cell in row[2]][:4] == ["4", "800,000", "3.2 M", "2.67 min"]
-    assert costs.cost_table([]) is None
-    assert costs.duration(48) == "48 s"
-    assert costs.duration(3 * 3600) == "3 h"
+    assert tables.cost_table([]) is None
+    assert tables.duration(48) == "48 s"
+    assert tables.duration(3 * 3600) == "3 h"
 
 
 def test_a_study_with_many_lines_is_drawn_length_by_length(made_up) -> None:

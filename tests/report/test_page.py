@@ -11,7 +11,7 @@ import pytest
 from made_up_records import changed
 
 from alibi_lab.records import Record
-from alibi_lab.report.page import report_html, write_report
+from alibi_lab.report.page import QUESTION, report_html, write_report
 from alibi_lab.report.series import studies
 from alibi_lab.report.tables import study as tables
 
@@ -76,9 +76,9 @@ def test_a_seed_with_missing_values_leaves_the_numbers_whole(made_up) -> None:
 
 def test_the_page_says_what_was_run(made_up) -> None:
     records = [dataclasses.replace(r, commit="0123456789ab", command="alibi run quick") for r in made_up(seeds=2)]
-    text = _text(report_html(records, title="A title", question="A question?"))
+    text = _text(report_html(records, title="A title"))
     facts = ("ab" * 32, "train.steps 40", "train.seed 0 · 1", "0123456789ab", "alibi run quick")
-    for words in ("A title", "A question?", *facts):
+    for words in ("A title", QUESTION, *facts):
         assert words in text
     assert f"Python {records[0].machine['python']}" in text
 

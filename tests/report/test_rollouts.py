@@ -11,8 +11,8 @@ from alibi_lab.records import Record
 from alibi_lab.report import rollouts
 from alibi_lab.report.page import report_html
 from alibi_lab.report.section import Archive
-from alibi_lab.report.sections import rollouts as section
-from alibi_lab.report.sections.rollouts import rollout_figure
+from alibi_lab.report.sections import heads as section
+from alibi_lab.report.sections.heads import rollout_figure
 
 
 def made_up(method: str, seed: int, shares: Sequence[Sequence[float]]) -> Record:
@@ -83,7 +83,7 @@ def test_the_page_has_numbers_and_claims_and_leaves_pictures_to_the_command() ->
     assert '<td class="verdict confirmed">confirmed</td>' in page
     assert "Other records" not in page
     archive = Archive([*PLAIN, *ALIBI])
-    finding = section.draw(section.find(archive)[0], 0, archive).finding
+    finding = section.draw_rollouts(section.find_rollouts(archive)[0], 0, archive).finding
     assert (
         finding == "Share of the first token in the attention accumulated over all layers: no positions 50%, ALiBi 12%."
     )

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from alibi_attn import alibi_slopes
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.drawing import STYLE, Plot, color_of
-from alibi_lab.report.tables.heads import NEGLIGIBLE, fraction, half_life
+from alibi_lab.report.tables.table import NEGLIGIBLE, fraction, half_life
 
 _PIXELS = 96  # the largest side of a head's picture
 _WIDTH = 4.1  # inches
@@ -38,7 +38,7 @@ def plot_alibi_bias(num_heads: int, seq_len: int) -> Figure:
     if seq_len < 1:
         raise ValueError(f"seq_len is {seq_len} but a length is at least 1 token")
     slopes, below = alibi_slopes(num_heads).tolist(), 2.6
-    with matplotlib.rc_context({**STYLE, "figure.facecolor": "white"}):
+    with matplotlib.rc_context(STYLE):
         figure = _biases(slopes, seq_len, below=below)
         height = figure.get_figheight()
         _draw_factors(figure.add_axes((0.1, 0.4 / height, 0.85, (below - 0.85) / height)), slopes, seq_len)
@@ -54,16 +54,16 @@ def pictures(num_heads: int, seq_len: int, furthest: int) -> tuple[Plot, Plot]:
     return (
         Plot(
             biases,
-            f"The causal biases of {num_heads} heads over {seq_len:,} tokens: from a thin diagonal to a full triangle.",
             "The bias of each head",
             f"Queries run down and keys to the right, {seq_len:,} each. Full color is no penalty; no color is a factor of one "
             "in a million or less.",
+            f"The causal biases of {num_heads} heads over {seq_len:,} tokens: from a thin diagonal to a full triangle.",
         ),
         Plot(
             factors,
-            f"The factor of a key by distance, for each of {num_heads} heads: steep heads forget within a few tokens.",
             "How fast each head forgets",
             "The factor by which the bias multiplies the weight of a key. Dots mark the half-life, labeled with the slope.",
+            f"The factor of a key by distance, for each of {num_heads} heads: steep heads forget within a few tokens.",
         ),
     )
 
@@ -71,16 +71,13 @@ def pictures(num_heads: int, seq_len: int, furthest: int) -> tuple[Plot, Plot]:
 def _biases(slopes: list[float], seq_len: int, *, below: float = 0.0) -> Figure:
     """A grid with one picture per head, and empty space of this many inches below it."""
     columns = min(len(slopes), 4 if len(slopes) <= 16 else 8)
-    rows = math.ceil(len(slopes) / columns)
-    whole = rows * (_WIDTH / max(columns, 3) + 0.18) + below
-    figure = Figure(figsize=(_WIDTH, whole))
-    width, height = 1 / columns, (1 - below / whole) / rows
+    row = _WIDTH / max(columns, 3) + 0.18
+    step = 1 / columns
+    box = 0.02 * step, step, 0.96 * step, 0.04, 0.78
+    figure, each = drawing.grid(len(slopes), columns, row, box, below=below)
     places = np.linspace(0, seq_len - 1, min(seq_len, _PIXELS))
     distance = places[:, None] - places[None, :]
-    for head, slope in enumerate(slopes):
-        row, column = divmod(head, columns)
-        corner = column * width + 0.02 * width, 1 - (row + 1) * height + 0.04 * height
-        axes = figure.add_axes((*corner, 0.96 * width, 0.78 * height))
+    for slope, axes in zip(slopes, each, strict=True):
         strength = np.where(distance >= 0, 1 + slope * distance / math.log(NEGLIGIBLE), 0.0)
         axes.imshow(drawing.tinted(strength), extent=(0, 1, 0, 1))
         axes.set(xticks=[], yticks=[])

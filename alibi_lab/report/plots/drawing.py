@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
@@ -31,6 +31,7 @@ Points = NDArray[np.float64]
 STYLE = matplotlib.rc_params_from_file(Path(__file__).with_name("page.mplstyle"), use_default_template=False)
 INK, MUTED, RULE = (str(STYLE[name]) for name in ("text.color", "axes.labelcolor", "grid.color"))
 COLORED = 5  # lines at either end that keep their color, where there are more than twice as many
+DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))  # of lines in one color
 _TICK_GAP = 0.17  # between two labeled lengths, as a share of the axis: more than the width of "16,384"
 
 
@@ -38,14 +39,14 @@ class Plot(NamedTuple):
     """A figure with its texts.
 
     Args:
-        description: a description of the picture, for readers who cannot see it.
         heading, caption: shown above it.
+        description: the content for readers who cannot see the picture, to which `described` adds the lines; the heading if "".
     """
 
     figure: Figure
-    description: str
-    heading: str = ""
-    caption: str = ""
+    heading: str
+    caption: str
+    description: str = ""
 
 
 def plain_axes(title: str) -> tuple[Figure, Axes]:
@@ -59,16 +60,38 @@ def plain_axes(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def color_of(method: str, look: Look | None = None) -> str:
-    """The color of a method on a light page; the color of text for other names without a look."""
-    look = look or LOOKS.get(method)
-    return look.light if look else INK
+def grid(
+    count: int, columns: int, row: float, box: Sequence[float], *, inches: float = 4.1, below: float = 0.0
+) -> tuple[Figure, list[Axes]]:
+    """A white figure with small axes in the page's style, row by row.
+
+    Args:
+        row: the height of a row in inches.
+        box: where the first axes begin, their distance, and their width, as shares of the figure's width; where axes begin above
+            the end of their row, and their height, as shares of the row.
+        inches, below: the width of the figure, and the height of the empty space at its end.
+    """
+    (first, step, width, bottom, height), rows = box, math.ceil(count / columns)
+    whole = rows * row + below
+    share = (1 - below / whole) / rows
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(inches, whole), facecolor="white")
+        for place in range(count):
+            down, column = divmod(place, columns)
+            corner = column * step + first, 1 - (down + 1) * share + bottom * share
+            figure.add_axes((*corner, width, height * share))
+    return figure, figure.axes
 
 
-def marker_of(method: str, look: Look | None = None) -> str:
-    """The marker of a method; a star for other names without a look."""
+def style_of(method: str, look: Look | None = None) -> dict[str, Any]:
+    """The color of a method on a light page and its marker; that of text and a star for other names without a look."""
     look = look or LOOKS.get(method)
-    return look.marker if look else "*"
+    return {"color": look.light, "marker": look.marker} if look else {"color": INK, "marker": "*"}
+
+
+def color_of(method: str) -> str:
+    """The color of a built-in method on a light page."""
+    return str(style_of(method)["color"])
 
 
 def tinted(strengths: Points) -> Points:
@@ -104,7 +127,7 @@ def log_axis(axes: Axes, values: Points) -> None:
     ticks(axes.yaxis, _round_numbers(low, high), short_number)
 
 
-def length_ticks(axes: Axes, lengths: Sequence[int], label: str) -> None:
+def length_ticks(axes: Axes, lengths: Sequence[float], label: str) -> None:
     """Makes the x axis logarithmic, with labels at the longest and the shortest length, and at those between that have room."""
     axes.set_xscale("log", base=2)
     named = with_room(sorted(lengths, reverse=True), max(lengths) / min(lengths))
@@ -138,25 +161,30 @@ def name_lines(axes: Axes, names: Mapping[str, str] | None = None) -> None:
     Args:
         names: the labels to show, by the label of a line; lines without one are left out. Default: all labels.
     """
-    lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
-    shown = [(names or {}).get(str(line.get_label()), str(line.get_label()) if names is None else "") for line in lines]
-    named = [(_last(line), line, name) for line, name in zip(lines, shown, strict=True) if name]
-    named = list({name: (last, line, name) for last, line, name in named}.values())
-    named.sort(key=lambda each: -each[0])
+    by_name: dict[str, Line2D] = {}
+    for line in _labeled(axes):
+        label = str(line.get_label())
+        by_name[label if names is None else names.get(label, "")] = line
+    by_name.pop("", None)
+    named = sorted(by_name.items(), key=lambda one: -[[0.0, -math.inf], *_points(one[1])][-1][1])
     if len(named) > 2 * COLORED:
-        for _, line, _ in named[COLORED:-COLORED]:
+        for _, line in named[COLORED:-COLORED]:
             _fade(axes, line)
-    size = 8.5 if all(len(name) <= 13 for *_, name in named) and len(named) <= 8 else 7
+    size = 8.5 if all(len(name) <= 13 for name, _ in named) and len(named) <= 8 else 7
     axes.legend(
-        [line for _, line, _ in named], [name for *_, name in named], loc="upper left", bbox_to_anchor=(1.0, 1.03),
+        [line for _, line in named], [name for name, _ in named], loc="upper left", bbox_to_anchor=(1.0, 1.03),
         frameon=False, fontsize=size, labelcolor="linecolor", handlelength=1.4, handletextpad=0.5, borderpad=0.1,
         labelspacing=0.35,
     )  # fmt: skip
 
 
-def _last(line: Line2D) -> float:
-    y = np.asarray(line.get_ydata(), dtype=np.float64)
-    return float(y[np.isfinite(y)][-1]) if np.isfinite(y).any() else -math.inf
+def _labeled(axes: Axes) -> list[Line2D]:
+    return [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+
+
+def _points(line: Line2D) -> list[list[float]]:
+    """The finite points [x, y]."""
+    return [point for point in np.asarray(line.get_xydata(), dtype=np.float64).tolist() if math.isfinite(sum(point))]
 
 
 def _fade(axes: Axes, line: Line2D) -> None:
@@ -191,6 +219,17 @@ def svg(figure: Figure, name: str, description: str) -> str:
     return f"{head} {label}{_readings(figure)}>{title}{text[text.index('>') + 1 :]}"
 
 
+def described(figure: Figure, description: str) -> str:
+    """The description of a picture, then the first and the last point of every labeled line."""
+    parts = [description.rstrip(".")]
+    for axes in figure.axes:
+        texts = {line: [f"{_digits(y)} at {_digits(x)}" for x, y in _points(line)] for line in _labeled(axes)}
+        ends = (f"{line.get_label()} {' to '.join(dict.fromkeys([at[0], at[-1]]))}" for line, at in texts.items() if at)
+        if texts:
+            parts.append(f"{axes.get_title('left') or axes.get_title()} by {axes.get_xlabel()}: {'; '.join(ends)}")
+    return f"{'. '.join(parts)}."
+
+
 def file_of(figure: Figure, suffix: str, name: str, *, transparent: bool = False) -> bytes:
     """The figure as the content of a ".png" or ".svg" file; `name` seeds the ids in an SVG, so that files are reproducible."""
     file = io.BytesIO()
@@ -205,16 +244,13 @@ def _readings(figure: Figure) -> str:
     height, to_points, found = 72 * figure.get_size_inches()[1], 72 / figure.dpi, list[tuple[float, float, str]]()
     for axes in figure.axes:
         box = axes.get_window_extent().padded(1)
-        for line in axes.get_lines():
-            label = str(line.get_label())
-            points = np.asarray(line.get_xydata(), dtype=np.float64)
-            if label.startswith("_"):
-                continue
-            places = axes.transData.transform(points)
-            for (x, y), (left, bottom) in zip(points.tolist(), places.tolist(), strict=True):
+        for line in _labeled(axes):
+            points = _points(line)
+            places = axes.transData.transform(np.reshape(points, (-1, 2)))
+            for (x, y), (left, bottom) in zip(points, places.tolist(), strict=True):
                 if math.isfinite(left + bottom) and box.contains(left, bottom):
                     place = round(left * to_points, 1), round(height - bottom * to_points, 1)
-                    found.append((*place, f"{label}: {_digits(y)} at {_digits(x)}"))
+                    found.append((*place, f"{line.get_label()}: {_digits(y)} at {_digits(x)}"))
     return f" data-readings='{escape(json.dumps(found, ensure_ascii=False))}'" if found else ""
 
 

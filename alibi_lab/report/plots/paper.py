@@ -1,7 +1,7 @@
 """Figures of the paper's items: lines by length, points by speed, windows over a text.
 
 Each method has the same color everywhere. Ours is solid with filled markers and a band from the lowest to the highest seed; the
-paper's is dashed with hollow markers. Next: `paper_items.py` and `paper_changes.py`, which fill the panels.
+paper's is dashed with hollow markers. Next: `paper_items.py`, which fills the panels.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.drawing import Points
@@ -83,8 +83,10 @@ def lines(panel: Panel) -> Figure:
         return figure
     if panel.ratio:
         axes.axhline(1, color=drawing.MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
-    x_low, x_high = _bounds(panel, "x")
-    drawing.log_axis(axes, np.array(_bounds(panel, "y", "low", "high")))
+    drawn = [(line, np.isfinite(line.y)) for line in panel.lines]
+    xs = np.concatenate([line.x[some & (line.x > 0) & np.isfinite(line.x)] for line, some in drawn])
+    x_low, x_high = (float(xs.min()), float(xs.max())) if xs.size else (1.0, 1.0)
+    drawing.log_axis(axes, np.concatenate([of[some] for line, some in drawn for of in (line.y, line.low, line.high)]))
     if panel.log_x:
         axes.set_xscale("log", base=2)
         axes.set_xlim(x_low / 1.05, x_high * 1.05)
@@ -92,7 +94,7 @@ def lines(panel: Panel) -> Figure:
     else:
         axes.set_xlim(0, x_high * 1.02)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=all((line.x % 1 == 0).all() for line in panel.lines)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+        axes.xaxis.set_major_formatter("{x:,.4g}")
     drawing.name_lines(axes, names)
     return figure
 
@@ -120,13 +122,15 @@ def frontier(panel: Panel) -> Figure:
         return figure
     xs = [float(line.x[0]) for line in points]
     heights = [value for line in points for value in (line.y[0], line.low[0], line.high[0]) if math.isfinite(value)]
-    axes.set_xscale("log")
-    _round_x(axes, min(xs) / 1.25, max(xs) * 1.25)
+    low, high = min(xs) / 1.25, max(xs) * 1.25
+    ticks = [digit * 10.0**decade for decade in range(-3, 10) for digit in (1, 1.5, 2, 3, 5, 7)]
+    axes.set(xscale="log", xlim=(low, high))
+    drawing.ticks(axes.xaxis, [tick for tick in ticks if low <= tick <= high], drawing.short_number)
     drawing.log_axis(axes, np.array([min(heights) / 1.02, max(heights) * 1.02]))
     for method, ours in dict.fromkeys((line.method, line.ours) for line in points):
         same = [line for line in points if (line.method, line.ours) == (method, ours)]
         same.sort(key=lambda line: float(line.x[0]))
-        style = {"color": drawing.color_of(method), "marker": drawing.marker_of(method), **(_OURS if ours else _PAPERS)}
+        style = drawing.style_of(method) | (_OURS if ours else _PAPERS)
         axes.plot([line.x[0] for line in same], [line.y[0] for line in same], linewidth=1, markersize=6, **style)
         for line in same:
             axes.plot(line.x[:1], line.y[:1], linestyle="none", label=reading(line))
@@ -168,16 +172,3 @@ def _length_ticks(axes: Axes, low: float, high: float, panel: Panel) -> None:
     else:
         names = {place: f"{place:,.0f}" for place in sorted({float(x) for line in panel.lines for x in line.x})}
     drawing.ticks(axes.xaxis, drawing.with_room(list(names), high / low), names.__getitem__)
-
-
-def _round_x(axes: Axes, low: float, high: float) -> None:
-    axes.set_xlim(low, high)
-    ticks = [digit * 10.0**decade for decade in range(-3, 10) for digit in (1, 1.5, 2, 3, 5, 7)]
-    drawing.ticks(axes.xaxis, [tick for tick in ticks if low <= tick <= high], drawing.short_number)
-
-
-def _bounds(panel: Panel, *columns: str) -> tuple[float, float]:
-    """The lowest and highest drawn value of these columns."""
-    values = np.concatenate([getattr(line, name)[np.isfinite(line.y)] for line in panel.lines for name in columns])
-    found = values[np.isfinite(values) & (values > 0)]
-    return (float(found.min()), float(found.max())) if found.size else (1.0, 1.0)

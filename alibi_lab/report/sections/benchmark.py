@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from alibi_lab.records import Record
 from alibi_lab.report.plots import drawing
-from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Section, html
 from alibi_lab.report.series import Array, column_by, numbers, sequence
 from alibi_lab.report.tables.table import processor_text
@@ -63,8 +62,7 @@ def find(archive: Archive) -> list[Record]:
 def draw(record: Record, number: int, archive: Archive) -> Section:
     """Two pictures, the ratios, and the record's other facts."""
     lengths, rows = ratio_table(record)
-    description = f"Time against length of {', '.join(label for label, _ in rows)}; the table below has the ratios."
-    times, memory = Plot(times_by_length(record), description), memory_by_length(record)
+    times, memory = times_by_length(record), memory_by_length(record)
     columns, ratios = ("time relative to ours", *lengths), [(label, *cells) for label, cells in rows]
     name, values = f"b{number}", {"columns": columns, "ratios": ratios, "about": facts(record)}
     body = html("benchmark", name=name, record=record, times=times, memory=memory, **values)
@@ -83,9 +81,10 @@ def draw_text(record: Record, number: int, archive: Archive) -> Section:
     """Time per token and memory along the text, and a table of what a process needs to continue."""
     at, seconds, sizes = np.array(_tenths(record)).T
     length, name = f"{at[-1]:,.0f}", f"l{number}"
-    time = Plot(_along_text("ms per token", at, seconds * 1e3), "Time per token along the text.")
-    memory, machine = _along_text("MiB", at, sizes / 2**20), processor(record)
-    body = html("long_text", name=name, record=record, length=length, time=time, memory=memory, machine=machine)
+    time, memory = _along_text("ms per token", at, seconds * 1e3), _along_text("MiB", at, sizes / 2**20)
+    body = html(
+        "long_text", name=name, record=record, length=length, time=time, memory=memory, machine=processor(record)
+    )
     metrics = map(record.metrics.get, ("peak_added_bytes", "cold_bytes_read", "stored_bytes"))
     added, read, stored = (math.nan if value is None else value for value in metrics)
     found = ""
@@ -143,9 +142,7 @@ def peer_times(record: Record) -> list[PeerTimes]:
 
 def times_by_length(record: Record) -> Figure:
     """Milliseconds against length, both logarithmic."""
-    peers = peer_times(record)
-    lines = {peer.label: {x: y for x, y in peer.times.items() if math.isfinite(y)} for peer in peers}
-    return _by_length("milliseconds, log scale", lines)
+    return _by_length("milliseconds, log scale", {peer.label: peer.times for peer in peer_times(record)})
 
 
 def memory_by_length(record: Record) -> Figure | None:
@@ -166,21 +163,21 @@ def memory_by_length(record: Record) -> Figure | None:
 def _by_length(title: str, lines: Mapping[str, Mapping[int, float]]) -> Figure:
     """One line per name; ours is thicker and has ALiBi's color."""
     figure, axes = drawing.plain_axes(title)
-    lengths = sorted({length for points in lines.values() for length in points})
+    known = {name: sorted((x, y) for x, y in of.items() if math.isfinite(y)) for name, of in lines.items()}
     others = [name for name in lines if name != OURS]
-    for name, points in lines.items():
+    for name, points in known.items():
         if not points:
             continue
-        x, y = np.array(sorted(points.items())).T
+        x, y = np.array(points).T
         ours = name == OURS
         color = drawing.color_of("alibi" if ours else _COLORS[others.index(name) % len(_COLORS)])
         marker, width = ("o", 2.4) if ours else (".", 1.5)
         axes.plot(x, y, color=color, marker=marker, linewidth=width, clip_on=False, label=name)
     if title.endswith("log scale"):
-        drawing.log_axis(axes, np.array([y for points in lines.values() for y in points.values()]))
+        drawing.log_axis(axes, np.array([y for points in known.values() for _, y in points]))
     else:
         axes.set_ylim(bottom=0)
-    drawing.length_ticks(axes, lengths, "tokens")
+    drawing.length_ticks(axes, sorted({x for points in known.values() for x, _ in points}), "tokens")
     drawing.name_lines(axes)
     return figure
 
@@ -189,11 +186,11 @@ def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]
     """(lengths, rows): every peer's time divided by ours; ours in milliseconds."""
     peers = peer_times(record)
     lengths = sorted({length for peer in peers for length in peer.times})
-    ours = next((peer for peer in peers if peer.name == OURS), None)
+    ours = {peer.name: peer.times for peer in peers}.get(OURS, {})
     forward = column_by(record, OURS, "length", "forward_ms")
     rows = []
     for peer in peers:
-        base = {} if peer.name == OURS or ours is None else forward if peer.forward_only else ours.times
+        base = {} if peer.name == OURS else forward if peer.forward_only else ours
         cells = [_ratio(peer.times.get(length, math.nan), base.get(length, math.nan)) for length in lengths]
         rows.append((peer.label, cells))
     return [f"{length:,}" for length in lengths], rows

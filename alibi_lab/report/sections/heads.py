@@ -10,10 +10,13 @@ Their maps (records of kind "heads"): one row per layer, one column per head. Th
 carried mass (the measured reach), the mean distance of the attention, the attention to the first token, and the shares of weights
 that are zero in bfloat16 and in float16. Full color means the length of the text, or 100 %. `heads/summary.py` has the
 definitions.
+
+Attention accumulated over the layers (records of `alibi heads rollout`): does the first token win with depth?
 """
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,18 +24,18 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from alibi_attn import alibi_slopes
 from alibi_lab.records import MAX_COUNT, Json, Record, flat, identity
+from alibi_lab.report import rollouts
 from alibi_lab.report.plots import bias, drawing
 from alibi_lab.report.plots.drawing import INK, MUTED, Points, color_of
 from alibi_lab.report.section import Archive, Section, count_of, html
-from alibi_lab.report.series import Array, numbers
-from alibi_lab.report.tables.heads import fraction, head_rows
+from alibi_lab.report.series import Array, grouped, numbers
+from alibi_lab.report.tables.table import fraction, head_rows
 
-_COLUMNS = 2
 COLUMNS = ("layer", "slope", "certified", "true", "ratio")
-_HEIGHT = 2.0  # inches per layer
 _TITLES = {
     "certified": "certified reach in tokens, log scale; full color: {:,}",
     "carried": "share of its keys that carried mass; full color: 100 %",
@@ -83,10 +86,11 @@ def draw_slopes(heads: tuple[int, int], number: int, archive: Archive) -> Sectio
 
 def find(archive: Archive) -> list[TrainedHeads]:
     """The records grouped by model: those that differ only in the layer."""
-    models: dict[str, list[Record]] = {}
-    for record in filter(is_drawn, archive.records):
-        config = {key: value for key, value in record.config.items() if key != "layer"}
-        models.setdefault(identity("", _title(record), config), []).append(record)
+
+    def model(record: Record) -> str:
+        return identity("", _title(record), {key: value for key, value in record.config.items() if key != "layer"})
+
+    models = grouped(filter(is_drawn, archive.records), model)
     found = []
     for members in models.values():
         members.sort(key=lambda record: (len(layer_of(record)), layer_of(record)))
@@ -186,21 +190,16 @@ def _number(config: Mapping[str, Json], name: str) -> int:
     return value if isinstance(value, int) and 1 < value <= MAX_COUNT else 0
 
 
+@rc_context(drawing.STYLE)
 def _grid(model: TrainedHeads) -> tuple[Figure, list[tuple[Axes, Record]]]:
     """A figure with axes for every layer, two per row."""
-    rows = math.ceil(len(model.records) / _COLUMNS)
-    figure = Figure(figsize=(4.1, rows * _HEIGHT))
-    grid = []
-    with rc_context(drawing.STYLE):
-        for place, record in enumerate(model.records):
-            row, column = divmod(place, _COLUMNS)
-            bottom = 1 - (row + 1) / rows + 0.44 / (rows * _HEIGHT)
-            axes = figure.add_axes((0.1 + column * 0.5, bottom, 0.39, 1.25 / (rows * _HEIGHT)))
-            axes.set_title(layer_of(record).replace("-", " "), fontsize=8.5, pad=3)
-            axes.tick_params(labelsize=7.5)
-            axes.grid(axis="y")
-            grid.append((axes, record))
-    return figure, grid
+    figure, each = drawing.grid(len(model.records), 2, 2.0, (0.1, 0.5, 0.39, 0.22, 0.625))
+    found = list(zip(each, model.records, strict=True))
+    for axes, record in found:
+        axes.set_title(layer_of(record).replace("-", " "), fontsize=8.5, pad=3)
+        axes.tick_params(labelsize=7.5)
+        axes.grid(axis="y")
+    return figure, found
 
 
 def _distances(axis: Axis, length: int) -> None:
@@ -224,9 +223,10 @@ def draw_map(record: Record, number: int, archive: Archive) -> Section:
 
 def has_maps(record: Record) -> bool:
     """Whether the record has the heads of complete layers of equal size."""
-    return record.kind == "heads" and _shape(record) is not None
+    return _shape(record) is not None
 
 
+@rc_context(drawing.STYLE)
 def plot_heads(record: Record) -> Figure:
     """Maps of a model's heads by layer: certified reach, mean distance, share of the first token, weights that are zero in bf16.
 
@@ -236,20 +236,14 @@ def plot_heads(record: Record) -> Figure:
     Raises:
         ValueError: a record of another kind.
     """
-    shape = _shape(record) if record.kind == "heads" else None
-    if shape is None:
+    if (shape := _shape(record)) is None:
         raise ValueError(
             f"the record is of kind {record.kind!r} and has no heads; pass the result of alibi_lab.heads.summary.summary"
         )
-    rows, row = len(_TITLES) // 2, 0.62 + max(1.0, 0.22 * shape[0])
-    with rc_context(drawing.STYLE):
-        figure = Figure(figsize=(_MAPS_WIDTH, rows * row), facecolor="white")
-        for place, column in enumerate(_TITLES):
-            down, across = divmod(place, 2)
-            bottom = 1 - (down + 1) / rows + 0.3 / (rows * row)
-            axes = figure.add_axes((0.055 + 0.5 * across, bottom, 0.43, (row - 0.62) / (rows * row)))
-            values = np.array(numbers(record, "heads", column)).reshape(shape)
-            _draw_map(axes, column, values, _number(record.config, "length") or 1)
+    row, length = 0.62 + max(1.0, 0.22 * shape[0]), _number(record.config, "length") or 1
+    figure, each = drawing.grid(len(_TITLES), 2, row, (0.055, 0.5, 0.43, 0.3 / row, 1 - 0.62 / row), inches=_MAPS_WIDTH)
+    for axes, column in zip(each, _TITLES, strict=True):
+        _draw_map(axes, column, np.array(numbers(record, "heads", column)).reshape(shape), length)
     return figure
 
 
@@ -290,23 +284,74 @@ def _shape(record: Record) -> tuple[int, int] | None:
     """The numbers of layers and of heads; None if there is not one row for every head of every layer, in this order."""
     places = np.array([numbers(record, "heads", name) for name in ("layer", "head")])
     count = places.shape[1]
-    if not count or not np.isfinite(places).all() or places.min() < 0 or places.max() >= count:
+    if record.kind != "heads" or not count or not ((places >= 0) & (places < count)).all():
         return None
     layers, heads = (int(last) + 1 for last in places.max(axis=1))
     whole = layers * heads == count and (places == np.indices((layers, heads)).reshape(2, -1)).all()
     return (layers, heads) if whole else None
 
 
+@rc_context(drawing.STYLE)
 def weights_figure(matrix: Array) -> Figure:
     """The weights [H, n, n] of the heads of a layer, one square each, darker for more."""
     heads = len(matrix)
     columns = min(4, heads)
     rows = -(-heads // columns)
-    with rc_context(drawing.STYLE):
-        figure = Figure(figsize=(1.7 * columns, 1.9 * rows), layout="constrained", facecolor="white")
-        for head, axes in enumerate(np.ravel(figure.subplots(rows, columns, squeeze=False))):
-            axes.set_axis_off()
-            if head < heads:
-                axes.imshow(matrix[head] ** 0.5, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
-                axes.set_title(f"head {head}", fontsize=8)
+    figure = Figure(figsize=(1.7 * columns, 1.9 * rows), layout="constrained", facecolor="white")
+    for head, axes in enumerate(np.ravel(figure.subplots(rows, columns, squeeze=False))):
+        axes.set_axis_off()
+        if head < heads:
+            axes.imshow(matrix[head] ** 0.5, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+            axes.set_title(f"head {head}", fontsize=8)
+    return figure
+
+
+def find_rollouts(archive: Archive) -> list[list[Record]]:
+    """All records of rollouts, as one entry."""
+    records = [record for record in archive.records if rollouts.is_drawn(record)]
+    return [records] if records else []
+
+
+def draw_rollouts(records: Sequence[Record], number: int, archive: Archive) -> Section:
+    """The shares at the last layer of trained models; `alibi heads rollout` draws them by layer."""
+    rows, first = [], {}
+    for name, members in rollouts.models(records).items():
+        label, layers = rollouts.label_of(name, members[0]), max(rollouts.shares(members[0])[rollouts.PLAIN])
+        shares = [(way, share) for way in (rollouts.PLAIN, rollouts.RESIDUAL) for share in rollouts.SHARES]
+        ends = [np.mean([rollouts.by_depth(record, *one)[layers] for record in members]) for one in shares]
+        rows.append((label, f"{layers:.0f}", *map("{:.1%}".format, ends)))
+        first[label] = f"{label} {ends[0]:.0%}"
+    names = rollouts.SHARES.values()
+    body = html("rollout", columns=("model", "layers", *names, *(f"{name}, residual" for name in names)), rows=rows)
+    found = f"Share of the first token in the attention accumulated over all layers: {', '.join(first.values())}."
+    group, title = "Heads of trained models", "Attention through the layers"
+    heading, about = "Attention accumulated over the layers", count_of(records)
+    finding = found if first else ""
+    return Section("rollout", group, title, body, heading, about=about, records=records, finding=finding)
+
+
+def rollout_figure(record: Record) -> Figure:
+    """The share of the first token by depth: of a model, or for each mask of their setting, where dashes tell slopes apart."""
+    figure, axes = drawing.plain_axes("share of the first token")
+    figure.set_facecolor("white")
+    axes.set_ylim(0, 1.03)
+    theory, dashes = record.name == rollouts.THEORY, itertools.cycle(drawing.DASHES)
+    depths: Sequence[float] = ()
+    for way in rollouts.shares(record) if theory else (rollouts.PLAIN,):
+        if "random" in way:
+            continue
+        method, label = rollouts.method_of(record), rollouts.label_of(record.name, record)
+        style = drawing.style_of(method)
+        if theory:
+            method = {"causal mask": "none", "rotary": "rotary"}.get(way, "alibi" if way.startswith("ALiBi") else "")
+            kind = next(dashes) if method == "alibi" else "-" if method else ":"
+            label, style = way, {"color": drawing.color_of(method) if method else drawing.MUTED, "linestyle": kind}
+        depths, shares = zip(*rollouts.by_depth(record, way, "first_token").items(), strict=True)
+        axes.plot(depths, shares, label=label, **style)
+    if theory:
+        drawing.length_ticks(axes, [2**power for power in range(0, int(np.log2(depths[-1])) + 1, 2)], "layers")
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+        axes.set_xlabel("layer")
+    drawing.name_lines(axes)
     return figure

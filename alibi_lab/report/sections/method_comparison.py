@@ -22,9 +22,8 @@ from alibi_lab.records import Record, flat
 from alibi_lab.report import answers, intervals
 from alibi_lab.report.intervals import Columns, Interval, Paired, Term, as_ratio, exp, mean_interval, word_of
 from alibi_lab.report.plots import study as study_plots
-from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Section, count_of, html
-from alibi_lab.report.series import Series, Study, by_seed, sequence
+from alibi_lab.report.series import Series, Study, by_seed, grouped, sequence
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.table import NOTHING, Cell, series_row
 
@@ -107,43 +106,28 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     records = [record for task in tasks for record in task.study.records]
     title = f"{len(methods_)} position methods at {trained:,} and at {longest:,} tokens"
     places = [(task, at) for task in learned for at in task.lengths]
-    body = html(
-        "method_comparison",
-        tasks=tasks,
-        learned=learned,
-        tables=tables,
-        heat=[series_row(one, [_cell(task, one.method, at) for task, at in places]) for one in methods_],
-        claim=dropped_beats_alibi(tasks),
-        left_out=[(task.title, *best_at_trained(task)) for task in tasks if task not in learned],
-        ranks=[series_row(one, [_rank_cell(task, one.method) for task in learned]) for one in methods_],
+    heat = [series_row(one, [_cell(task, one.method, at) for task, at in places]) for one in methods_]
+    ranks = [series_row(one, [_rank_cell(task, one.method) for task in learned]) for one in methods_]
+    left_out = [(task.title, *best_at_trained(task)) for task in tasks if task not in learned]
+    values = {"heat": heat, "claim": dropped_beats_alibi(tasks), "left_out": left_out, "ranks": ranks}
+    body = html("method_comparison", tasks=tasks, learned=learned, tables=tables, **values)
+    lead = None if tasks[0].name else study_plots.figure_of(tasks[0].study, "sliding")
+    heading, finding = (
+        f"What each method is good for: {title}",
+        "The shares and perplexities of every method, with their intervals.",
     )
-    text = f"Perplexity of every method on {tasks[0].title} by length, with a sliding window."
-    figure = None if tasks[0].name else study_plots.figure_of(tasks[0].study, "sliding")
-    return Section(
-        f"r{number}",
-        "Position methods",
-        title,
-        body,
-        heading=f"What each method is good for: {title}",
-        about=count_of(records),
-        records=records,
-        css="recipe",
-        finding="The shares and perplexities of every method, with their intervals.",
-        lead=Plot(figure, text) if figure else None,
-    )
+    texts = {"heading": heading, "about": count_of(records), "css": "recipe", "finding": finding}
+    return Section(f"r{number}", "Position methods", title, body, records=records, lead=lead, **texts)
 
 
 def comparisons(studies: Iterable[Study]) -> list[list[Task]]:
     """The tasks of each comparison: studies of the recipe with equal models, trainings and lengths; texts first."""
     found: dict[str, list[Task]] = {}
     for study in filter(is_compared, studies):
-        by_shape: dict[str, list[Series]] = {}
-        for series in study.series:
-            by_shape.setdefault(_shape(series), []).append(series)
         name = next((task for task in map(str, sequence(study.evaluation.get("tasks"))) if task in CHANCE), "")
         corpus = str(study.corpus.get("name", "text"))
         title = TITLES[name] if name else "text" if corpus == "text" else f"text ({corpus})"
-        for shape, own in by_shape.items():
+        for shape, own in grouped(study.series, _shape).items():
             task = Task(name, title, dataclasses.replace(study, series=tuple(own)))
             found.setdefault(f"{shape} {study.lengths}", []).append(task)
     for tasks in found.values():

@@ -6,14 +6,11 @@ from pathlib import Path
 import numpy as np
 
 from alibi_lab.report import answers
-from alibi_lab.report.plots import retrieval
 from alibi_lab.report.plots import study as plots
-from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Section, count_of, html
 from alibi_lab.report.sections.method_comparison import is_compared
 from alibi_lab.report.series import Study, field
 from alibi_lab.report.tables import study as tables
-from alibi_lab.report.tables.cost import model_sizes
 from alibi_lab.report.tables.table import mean, rounded
 
 MOST_LINES = 9  # per picture; a study with more lines gets one picture per trained length
@@ -22,34 +19,23 @@ MOST_LINES = 9  # per picture; a study with more lines gets one picture per trai
 def find(archive: Archive) -> list[Study]:
     """The studies that belong neither to the paper's items nor to a comparison of methods."""
     named = answers.named_studies(archive.records)
-    others = (study for study in archive.studies if study.recipe not in named)
-    return [study for study in others if not is_compared(study)]
+    return [study for study in archive.studies if study.recipe not in named and not is_compared(study)]
 
 
 def draw(study: Study, number: int, archive: Archive) -> Section:
     """Perplexity with its changes and cautions, losses, tasks and costs, then the configuration."""
-    name, title, parts = f"s{number}", title_of(study), drawable(study)
+    name, parts = f"s{number}", drawable(study)
     of_part = [f", trained at {part.trained[0]:,}" if len(parts) > 1 else "" for part in parts]
     figures = [
-        (which, kind, plots.figure_of(part, kind), plots.describe(part, kind))
+        (which, kind, plots.figure_of(part, kind), _best(part) if kind == "passkey" else "")
         for which, part in zip(of_part, parts, strict=True)
         for kind in plots.KINDS
     ]
-    figures += [("", of, retrieval.figure_of(study, of), retrieval.describe(study, of)) for of in retrieval.TITLES]
     values = {"has_cards": len(parts) == 1, "figures": figures, "fewest_tokens": _fewest(study)}
     body = html("study", name=name, study=study, tables=tables, **values)
-    perplexity = (Plot(figure, text) for _, kind, figure, text in figures if figure and kind in tables.WINDOWS)
-    return Section(
-        name,
-        "Studies",
-        title,
-        body,
-        about=count_of(study.records),
-        records=study.records,
-        css="recipe",
-        finding=_finding(study),
-        lead=next(perplexity, None),
-    )
+    lead = next((figure for _, kind, figure, _ in figures if figure and kind in tables.WINDOWS), None)
+    texts = {"about": count_of(study.records), "css": "recipe", "finding": _finding(study)}
+    return Section(name, "Studies", title_of(study), body, records=study.records, lead=lead, **texts)
 
 
 def title_of(study: Study) -> str:
@@ -62,7 +48,7 @@ def title_of(study: Study) -> str:
     seeds = answers.between([one.seeds for one in study.series])
     facts = [
         f"{study.recipe} on {text}",
-        f"{weights} weights" if (weights := model_sizes(study.records)[0]) else "",
+        f"{weights} weights" if (weights := tables.model_sizes(study.records)[0]) else "",
         f"{steps} steps",
         f"{seeds} seed{'' if seeds == '1' else 's'}",
         f"tested to {max(study.lengths):,}" if study.lengths else "",
@@ -86,6 +72,14 @@ def _finding(study: Study) -> str:
     return (
         f"Lowest perplexity per {study.unit} at {longest:,} {study.unit}s: {label}, {rounded(lowest)}." if means else ""
     )
+
+
+def _best(study: Study) -> str:
+    """The highest share of passkeys that every series finds, for readers who cannot see the picture."""
+    found = [
+        f"{one.label} finds up to {100 * max(grid.values()):.0f} %" for one, grid in tables.tested(study, "passkey")
+    ]
+    return f"Passkey by length and depth. {'; '.join(found)}"
 
 
 def _fewest(study: Study) -> float:

@@ -1,6 +1,8 @@
-"""Tables of a study: perplexity by length, costs, configuration and corpus."""
+"""Tables of a study: perplexity by length, shares of tasks, costs, configuration and corpus; the costs of several studies.
 
-import json
+A share is the mean over seeds; beyond the positions of a method, its cell is empty. Perplexity cannot show retrieval.
+"""
+
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,9 +11,10 @@ from functools import partial
 import numpy as np
 
 from alibi_attn.units import bits_per_byte, perplexity, word_perplexity
-from alibi_lab.records import Json, Record, flat
+from alibi_lab.records import Record, flat
+from alibi_lab.report.answers import between
 from alibi_lab.report.intervals import Interval, change, exp, first_worse, interval
-from alibi_lab.report.series import Mode, Series, Study, numbers
+from alibi_lab.report.series import Mode, Series, Study, numbers, plain_text
 from alibi_lab.report.tables import table
 from alibi_lab.report.tables.table import NOTHING, Block, Cell, Table, mean, number, seeds_cell, series_row, signed
 
@@ -20,12 +23,22 @@ WINDOWS: Mapping[Mode, str] = {
     "sliding": "sliding window",
     "windowed": "context cut at the trained length",
 }
+TASKS = {  # with the quantity that is counted
+    "passkey": "Passkey: numbers found, at the worst depth",
+    "recall": "Recall: tokens repeated, at the worst distance",
+    "mqar": "Associative recall: values of 8 keys; chance is 6 %",
+    "needles": "Needles: values of 4 keys in noise; chance is 6 %",
+    "copy": "Copy: symbols of a string; chance is 2 %",
+    "flip-flop": "Flip-flop: bits that were last written; chance is 50 %",
+}
+_PLACES = {"passkey": "depth", "recall": "distance"}  # the column that varies within one length of such a task
 _CHANGES = ("lengths", "at the first", "at the last", "change", "95 %", "seeds", "above sliding")
 _SECTIONS = ("model", "data", "train", "eval")
 _whole = "{:,.0f}".format
 
 Values = Mapping[float, Sequence[float]]  # of all seeds, by length
 Show = Callable[[float], str]
+Shares = Mapping[tuple[float, float], float]  # (length, depth or distance or 0) -> share
 
 
 def by_length(study: Study) -> Table | None:
@@ -63,7 +76,7 @@ def changes(study: Study) -> Table | None:
 
 def _change_cells(series: Series, mode: Mode, trained: int, longest: int) -> Sequence[Cell]:
     pairs, here = change(series, mode), mean(series.perplexity(trained, mode))
-    bounds = pairs and interval(pairs)
+    bounds, (_, worse) = pairs and interval(pairs), first_worse(series, mode) or (0, None)
     other = mean(series.perplexity(trained, "sliding")) if mode == "nonoverlapping" else math.nan
     losses = series.curve("by_length", "length", f"{mode}_nats")[1]
     spread = float(np.max(np.nanmax(losses, axis=0) - np.nanmin(losses, axis=0))) if len(losses) > 1 else math.nan
@@ -72,7 +85,7 @@ def _change_cells(series: Series, mode: Mode, trained: int, longest: int) -> Seq
         Cell(f"{trained:,} to {longest:,}"),
         seeds_cell(series.perplexity(trained, mode), number),
         seeds_cell(series.perplexity(longest, mode), number),
-        Cell(_signed(pairs.logs.mean()), spread=_worse_from(series, mode)) if pairs else NOTHING,
+        Cell(_signed(pairs.logs.mean()), spread=f"from {worse:,}" if worse else "") if pairs else NOTHING,
         Cell(" to ".join(map(signed, percents)), spread=_samples(bounds)) if bounds else NOTHING,
         NOTHING if math.isnan(spread) else Cell(f"{spread:.3f}", spread=_signed(spread)),
         NOTHING if math.isnan(other / here) else Cell(signed(100 * (here / other - 1))),
@@ -83,12 +96,6 @@ def _samples(bounds: Interval) -> str:
     """What an interval of a ratio is over; two seeds that differ by a fifth or more say little, and it says so."""
     few = bounds.over.startswith("2 seeds") and bounds.high > 1.2 * bounds.low
     return bounds.over.replace(" of the text", "").replace("2 seeds", "two seeds: too few" if few else "2 seeds")
-
-
-def _worse_from(series: Series, mode: Mode) -> str:
-    """The first tested length that is worse than the trained one, as "from 253"; "" if none is."""
-    found = first_worse(series, mode)
-    return f"from {found[1]:,}" if found and found[1] else ""
 
 
 def _signed(nats: float) -> str:
@@ -117,19 +124,81 @@ def evaluation_cost(study: Study) -> Table | None:
     return _table(study, [speeds, _block(study, "Peak memory of the evaluation", memory, _mebibytes)])
 
 
+def shares(series: Series, task: str) -> Shares:
+    """(length, depth or distance) -> the share of correct answers, averaged over seeds; empty if not tested."""
+    found: dict[tuple[float, float], list[float]] = {}
+    for record in series.evaluations:
+        lengths, accuracies = (numbers(record, task, name) for name in ("length", "accuracy"))
+        places = numbers(record, task, _PLACES[task]) if task in _PLACES else [0.0] * len(lengths)
+        for length, place, accuracy in zip(lengths, places, accuracies, strict=True):
+            if math.isfinite(length + place + accuracy):
+                found.setdefault((length, place), []).append(accuracy)
+    return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def tested(study: Study, task: str) -> Sequence[tuple[Series, Shares]]:
+    """The series with shares of a task."""
+    return [(series, grid) for series in study.series if (grid := shares(series, task))]
+
+
+def task_table(study: Study) -> Table | None:
+    """The shares by length, for each task at its worst depth or distance."""
+    grids = {task: found for task in TASKS if (found := tested(study, task))}
+    lengths = sorted({length for found in grids.values() for _, grid in found for length, _ in grid})
+    blocks = []
+    for task, found in grids.items():
+        rows = [series_row(series, [_worst(grid, length) for length in lengths]) for series, grid in found]
+        blocks.append(Block(TASKS[task], rows))
+    return Table([f"{length:,.0f}" for length in lengths], blocks) if blocks else None
+
+
+def cost_table(studies: Sequence[Study]) -> Table | None:
+    """One row per recipe and text, and a total; a training that several studies share counts once."""
+    by_title: dict[str, dict[int, Record]] = {}
+    for study in studies:
+        own = by_title.setdefault(f"{study.recipe} on {study.corpus.get('name', 'its text')}", {})
+        own.update({id(record): record for record in study.records})
+    counted = {key: record for own in by_title.values() for key, record in own.items()}
+    totals = {"total": counted} if len(by_title) > 1 else {}
+    rows: list[table.Row] = [(title, "ink", _cells(list(own.values()))) for title, own in (by_title | totals).items()]
+    if not any(cell.value for _, _, cells in rows for cell in cells):
+        return None
+    several = len({table.machine_text(record.machine) for record in counted.values() if record.machine}) > 1
+    columns = ("trainings", "parameters", "tokens trained on", "training", "tests", *["machine"] * several)
+    return Table(columns, [Block("Studies", [(label, color, cells[: len(columns)]) for label, color, cells in rows])])
+
+
+def model_sizes(records: Sequence[Record]) -> tuple[str, str]:
+    """The number of weights and of training tokens of the models of an answer, in words; "" if not recorded."""
+    trainings = [record for record in records if record.kind == "training"]
+    return _in_millions(_metrics(records, "parameters")), _in_millions(_metrics(trainings, "tokens"))
+
+
+def _in_millions(values: Sequence[float]) -> str:
+    return f"{between([value / 1e6 for value in values], '{:.2g}'.format)} M" if values else ""
+
+
+def duration(seconds: float) -> str:
+    """Seconds in a readable unit: "48 s", "12 min", "3.4 h"."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.0f} s"
+
+
 def fields(study: Study) -> list[tuple[str, str]]:
     """Every field of the configs with its value, or with all values if the runs differ."""
     configs = [flat(record.config) for record in study.records]
     names = [name for config in configs for name in config if not name.startswith("corpus.")]
     names = sorted(dict.fromkeys(names), key=lambda name: [*_SECTIONS, name.split(".")[0]].index(name.split(".")[0]))
-    values = {name: dict.fromkeys(_plain(config[name]) for config in configs if name in config) for name in names}
+    values = {name: dict.fromkeys(plain_text(config[name]) for config in configs if name in config) for name in names}
     return [(name, " · ".join(found)) for name, found in values.items()]
 
 
 def corpus_facts(study: Study) -> list[tuple[str, str]]:
     """The recorded facts about the corpus."""
     show = {float: "{:,.6g}".format, int: "{:,}".format}
-    return [(key.replace("_", " "), show.get(type(value), _plain)(value)) for key, value in study.corpus.items()]
+    return [(key.replace("_", " "), show.get(type(value), plain_text)(value)) for key, value in study.corpus.items()]
 
 
 def _table(study: Study, blocks: Iterable[Block | None]) -> Table | None:
@@ -139,8 +208,7 @@ def _table(study: Study, blocks: Iterable[Block | None]) -> Table | None:
 
 
 def _losses(study: Study, unit: str, convert: Callable[[float], float], modes: Iterable[Mode]) -> list[Block | None]:
-    found = [(WINDOWS[mode], _by_length(study, f"{mode}_nats", convert)) for mode in modes]
-    return [_block(study, f"{unit}, {windows}", values) for windows, values in found]
+    return [_block(study, f"{unit}, {WINDOWS[mode]}", _by_length(study, f"{mode}_nats", convert)) for mode in modes]
 
 
 def _by_length(study: Study, column: str, convert: Callable[[float], float]) -> list[Values]:
@@ -154,18 +222,15 @@ def _streams(study: Study) -> list[Block | None]:
     words = {"cached segments": "tokens of memory", "attention sinks": "first tokens"}
     found: dict[tuple[str, float], list[dict[float, list[float]]]] = {}
     for place, series in enumerate(study.series):
-        for way, length, kept, nats in (row for record in series.evaluations for row in _stream_rows(record)):
-            of_way = found.setdefault((way, kept), [defaultdict(list) for _ in study.series])
-            of_way[place][length].append(perplexity(nats))
+        for record in series.evaluations:
+            columns = [numbers(record, "streams", name) for name in ("length", "kept", "nats")]
+            ways = record.curves.get("streams", {}).get("way") or [None] * len(columns[0])
+            for way, length, kept, nats in zip(ways, *columns, strict=True):
+                if math.isfinite(length + kept + nats):
+                    of_way = found.setdefault((str(way), kept), [defaultdict(list) for _ in study.series])
+                    of_way[place][length].append(perplexity(nats))
     titles = {key: f"{key[0]}, {key[1]:,.0f} {words.get(key[0], 'kept')}" for key in sorted(found)}
     return [_block(study, f"Perplexity per {study.unit}, {title}", found[key]) for key, title in titles.items()]
-
-
-def _stream_rows(record: Record) -> list[tuple[str, float, float, float]]:
-    """(way, length, kept tokens, nats) of every row of the curve "streams"."""
-    columns = [numbers(record, "streams", name) for name in ("length", "kept", "nats")]
-    ways = record.curves.get("streams", {}).get("way") or [None] * len(columns[0])
-    return [(str(way), *row) for way, *row in zip(ways, *columns, strict=True) if math.isfinite(sum(row))]
 
 
 def _block(study: Study, title: str, values: Sequence[Values], show: Show | None = None) -> Block | None:
@@ -180,13 +245,40 @@ def _block(study: Study, title: str, values: Sequence[Values], show: Show | None
     return Block(title, [series_row(series, row) for series, row in zip(study.series, cells, strict=True)])
 
 
+def _worst(grid: Shares, length: float) -> Cell:
+    found = [share for (at, _), share in grid.items() if at == length]
+    return Cell(f"{100 * min(found):.0f} %", min(found)) if found else NOTHING
+
+
+def _cells(records: Sequence[Record]) -> Sequence[Cell]:
+    trainings = [record for record in records if record.kind == "training"]
+    tokens, seconds = (sum(_metrics(trainings, name)) for name in ("tokens", "seconds"))
+    tests = sum(record.seconds for record in records if record.kind == "evaluation")
+    machines = dict.fromkeys(table.machine_text(record.machine) for record in records if record.machine)
+    return (
+        Cell(f"{len(trainings):,}", float(len(trainings))),
+        Cell(between(_metrics(trainings, "parameters"), _millions, " – ") or "—"),
+        _sum(tokens, _millions),
+        _sum(seconds, duration),
+        _sum(tests, duration),
+        Cell("; ".join(machines)),
+    )
+
+
+def _metrics(records: Sequence[Record], name: str) -> list[float]:
+    """A metric of the records that have it."""
+    return [float(value) for record in records if (value := record.metrics.get(name))]
+
+
+def _sum(value: float, show: Callable[[float], str]) -> Cell:
+    return Cell(show(value), value) if value else NOTHING
+
+
+def _millions(value: float) -> str:
+    if value >= 1e9:
+        return f"{value / 1e9:.3g} G"
+    return f"{value / 1e6:.3g} M" if value >= 1e6 else f"{value:,.0f}"
+
+
 def _mebibytes(value: float) -> str:
     return f"{value / 2**20:,.0f} MiB"
-
-
-def _plain(value: Json) -> str:
-    if value is None or value == []:
-        return "none"
-    if isinstance(value, list):
-        return ", ".join(map(_plain, value))
-    return value if isinstance(value, str) else json.dumps(value)

@@ -1,13 +1,15 @@
-"""Tables of numbers and text for the page and the terminal, and number formatting."""
+"""Tables of numbers and text for the page and the terminal, the heads of ALiBi in numbers, and number formatting."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from alibi_attn import alibi_slopes
 from alibi_lab.position_methods import LOOKS
-from alibi_lab.records import Json
+from alibi_lab.records import MAX_COUNT, Json
 from alibi_lab.report.series import Series
 
+NEGLIGIBLE = 1e-6  # a key with a smaller factor is negligible and is drawn without color
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -112,6 +114,26 @@ def signed(percent: float) -> str:
     if 0 < abs(percent) < 0.05:
         digits = min(-math.floor(math.log10(abs(percent))), 4)
     return f"{percent:+,.{digits}f}\N{NO-BREAK SPACE}%".replace("-", "−")
+
+
+def head_rows(num_heads: int) -> list[tuple[str, str, str, str]]:
+    """Head, slope, half-life and the distance from which the factor is below 1e-6, for every head."""
+    return [
+        (f"{head}", fraction(m), f"{half_life(m):,.1f}", f"{math.floor(-math.log(NEGLIGIBLE) / m) + 1:,}")
+        for head, m in enumerate(alibi_slopes(num_heads).tolist(), start=1)
+    ]
+
+
+def half_life(slope: float) -> float:
+    """The distance in tokens at which a head's factor e^(−m·d) is one half, ln 2 / m; infinite for slope 0."""
+    return math.log(2) / slope if slope > 0 else math.inf
+
+
+def fraction(slope: float) -> str:
+    """A slope as text: "1/256" if it is one over an integer, otherwise three digits."""
+    if slope > 1 / MAX_COUNT and abs(1 / slope - round(1 / slope)) < 1e-9 / slope:
+        return f"1/{round(1 / slope)}" if slope != 1 else "1"
+    return f"{slope:.3g}"
 
 
 def processor_text(machine: Mapping[str, Json]) -> str:
