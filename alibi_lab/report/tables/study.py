@@ -254,13 +254,12 @@ def _cells(records: Sequence[Record]) -> Sequence[Cell]:
     trainings = [record for record in records if record.kind == "training"]
     tokens, seconds = (sum(_metrics(trainings, name)) for name in ("tokens", "seconds"))
     tests = sum(record.seconds for record in records if record.kind == "evaluation")
+    totals: Sequence[tuple[float, Show]] = ((tokens, _millions), (seconds, duration), (tests, duration))
     machines = dict.fromkeys(table.machine_text(record.machine) for record in records if record.machine)
     return (
         Cell(f"{len(trainings):,}", float(len(trainings))),
         Cell(between(_metrics(trainings, "parameters"), _millions, " – ") or "—"),
-        _sum(tokens, _millions),
-        _sum(seconds, duration),
-        _sum(tests, duration),
+        *(seeds_cell([total] if total else [], show) for total, show in totals),
         Cell("; ".join(machines)),
     )
 
@@ -268,10 +267,6 @@ def _cells(records: Sequence[Record]) -> Sequence[Cell]:
 def _metrics(records: Sequence[Record], name: str) -> list[float]:
     """A metric of the records that have it."""
     return [float(value) for record in records if (value := record.metrics.get(name))]
-
-
-def _sum(value: float, show: Callable[[float], str]) -> Cell:
-    return Cell(show(value), value) if value else NOTHING
 
 
 def _millions(value: float) -> str:
