@@ -50,13 +50,14 @@ def test_calls_that_once_failed_stay_right(backend: str, call: Call) -> None:
     assert_right(Question(call, numbers), jax_answer(call, numbers, backend))
 
 
-# What draws contain rarely, in the shape of each backend: extreme biases and gates, hidden keys, cuts, and sinks.
+# What draws contain rarely, in the shape of each backend: dropout, extreme biases and gates, hidden keys, cuts, and sinks.
 RARE = (
     Call(seed=1, gates="isolated", key_bias="isolated", mask="random", segments="sorted", window=60),
     Call(seed=2, causal=False, key_bias="isolated", window=40, mask="random", segments="sorted", segments_as="pair"),
     Call(seed=3, causal=False, key_bias="hidden", bad="unseen", slopes="published"),
     Call(seed=4, gates="both", sinks="some none"),
     Call(seed=6, key_bias="wide", sinks="noise"),
+    Call(seed=9, dropout_p=0.5, torch_seed=2**31),
     # Nothing before a cut is used; a query whose keys since a cut are hidden sees nothing.
     Call(seed=3, gates="cuts", bad="seen", mask="random"),
     Call(seed=14, gates="cuts", bad="seen"),
