@@ -84,15 +84,17 @@ def test_products_of_moderate_rows_do_not_overflow(dtype: torch.dtype) -> None:
 def test_hidden_keys_whose_scores_overflow_have_no_effect(
     dtype: torch.dtype, head_dim: int, scale: float | None, size: float, hidden: float
 ) -> None:
-    """Queries and the last key, which only the last query sees, are near these powers of the largest number."""
+    """Queries and the last key, which only the last query sees, are near these powers of the largest number; its value times a
+    gradient overflows too.
+    """
     largest = torch.finfo(dtype).max
     query = torch.randn(1, 1, 24, head_dim).sign().to(dtype) * largest**size
     key, value = torch.zeros(1, 1, 24, head_dim, dtype=dtype), torch.randn(1, 1, 24, head_dim).to(dtype)
-    calm = key.clone()
-    key[:, :, -1] = query[:, :, 0].sign() * largest**hidden
+    calm = key.clone(), value.clone()
+    key[:, :, -1], value[:, :, -1] = query[:, :, 0].sign() * largest**hidden, 0.6 * largest
     results = []
-    for k in (key, calm):
-        leaves = [x.clone().requires_grad_() for x in (query, k, value)]
+    for last in ((key, value), calm):
+        leaves = [x.clone().requires_grad_() for x in (query, *last)]
         output = alibi_attention(*leaves, [0.1], scale=scale, backend="dense")[:, :, :-1]
         with torch.no_grad():
             plain = alibi_attention(*leaves, [0.1], scale=scale, backend="dense")[:, :, :-1]
