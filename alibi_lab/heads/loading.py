@@ -19,7 +19,7 @@ from alibi_lab.records import Json
 
 Config: TypeAlias = dict[str, Json]
 See: TypeAlias = Callable[[int, Tensor, Tensor, Tensor, float], None]  # as in `alibi_attn.inspect.watched`
-_WEIGHTS = 2**22  # computed at a time
+_WEIGHTS = 2**20  # computed at a time, eight MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +65,10 @@ def tokens_of(model: Loaded, text: str, length: int | None) -> Tensor:
 
 def weights_of(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> Iterator[tuple[Tensor, Tensor]]:
     """Yields (distances i − j [R, n], weights [H, R, n]) in float64 for R queries at a time; query, key as in `See`."""
-    heads, n = query.shape[1:3]
+    query, key, (heads, n) = query.double(), key.double(), query.shape[1:3]
     places = torch.arange(n, device=query.device)
     for rows in places.split(max(1, _WEIGHTS // (heads * n))):
-        yield rows[:, None] - places, attention_rows(query.double(), key.double(), slopes, rows=rows, scale=scale)[0]
+        yield rows[:, None] - places, attention_rows(query, key, slopes, rows=rows, scale=scale)[0]
 
 
 def config_of(model: Loaded, text: str) -> Config:
