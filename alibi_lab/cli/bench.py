@@ -48,7 +48,6 @@ def shapes(text: str, name: str) -> list[tuple[int, int]]:
 # How an option is read into an argument, by the argument's annotation. Arguments of other types have no option.
 PARSERS = {
     "Sequence[int]": whole_numbers,
-    "Sequence[float]": whole_numbers,
     "Sequence[str]": names,
     "Sequence[tuple[int, int]]": shapes,
 }
