@@ -105,20 +105,17 @@ class Study:
         """All records of the study."""
         return [record for s in self.series for record in s.records]
 
-    @property
-    def bytes_per_token(self) -> float | None:
-        """Mean number of bytes per token, 1 for a byte-level model; None if it was not recorded."""
-        return self._fact("bytes_per_token")
-
-    @property
-    def words_per_token(self) -> float | None:
-        """Mean number of words (separated by spaces) per token; None if unknown, and for source code, which has none."""
-        return None if self.corpus.get("name") == "python-source" else self._fact("words_per_token")
+    def per_token(self, what: str) -> float | None:
+        """Mean number of "bytes" (1 for a byte-level model) or "words" (separated by spaces) per token; None if it was not
+        recorded, and for the words of source code, which has none."""
+        source = (what, self.corpus.get("name")) == ("words", "python-source")
+        value = None if source else self.corpus.get(f"{what}_per_token")
+        return float(value) if isinstance(value, int | float) and value > 0 else None
 
     @property
     def unit(self) -> str:
         """The unit that the model predicts: "byte" or "token"."""
-        return "byte" if self.bytes_per_token == 1 else "token"
+        return "byte" if self.per_token("bytes") == 1 else "token"
 
     @functools.cached_property
     def lengths(self) -> list[int]:
@@ -138,10 +135,6 @@ class Study:
     def seeds(self) -> int:
         """The smallest number of seeds of any series."""
         return min(s.seeds for s in self.series)
-
-    def _fact(self, name: str) -> float | None:
-        value = self.corpus.get(name)
-        return float(value) if isinstance(value, int | float) and value > 0 else None
 
 
 def studies(records: Iterable[Record]) -> list[Study]:

@@ -50,11 +50,11 @@ def by_length(study: Study) -> Table | None:
 def in_other_units(study: Study) -> Table | None:
     """The same losses per word and in bits, and the control with a cut context; None if there are none."""
     blocks = _losses(study, f"Perplexity per {study.unit}", perplexity, ("windowed",))
-    if study.words_per_token not in (None, 1):
-        per_word = partial(word_perplexity, words_per_token=study.words_per_token)
+    if (words := study.per_token("words")) not in (None, 1):
+        per_word = partial(word_perplexity, words_per_token=words)
         blocks += _losses(study, "Perplexity per word", per_word, WINDOWS)
-    if study.bytes_per_token is not None:
-        bits = partial(bits_per_byte, bytes_per_token=study.bytes_per_token)
+    if (size := study.per_token("bytes")) is not None:
+        bits = partial(bits_per_byte, bytes_per_token=size)
         blocks += _losses(study, "Bits per byte", bits, WINDOWS)
     return _table(study, blocks)
 
