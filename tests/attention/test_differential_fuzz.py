@@ -49,6 +49,7 @@ FOUND = (
     Call(seed=9, heads=2, kv_heads=2, query_len=20, key_len=20, head_dim=33, causal=False, mask="random", bad="unseen"),
     Call(seed=22392, batch=2, heads=4, kv_heads=4, query_len=64, key_len=189, head_dim=65, causal=False, slopes="negative",
          offset=52, layout_grad="packed", outlier_key=1e8),
+    Call(query_len=64, key_len=189, head_dim=7, outlier_key=1e8, return_lse=False, through="output", wanted="inputs"),
     Call(seed=8937, batch=2, heads=15, kv_heads=5, query_len=129, key_len=17, head_dim=7, slopes="mixed",
          layout_grad="one number", size_query=7.31728830674571e20, size_key=9.588664751018611e-19, size_value=2.35207e18),
     Call(seed=150, query_len=2, wild_blind=True),
