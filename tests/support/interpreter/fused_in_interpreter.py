@@ -7,7 +7,6 @@ Uninitialized memory is NaN there, so that missing writes are detected.
 import atexit
 import collections
 import contextlib
-import dataclasses
 import functools
 import gc
 import importlib.util
@@ -40,7 +39,6 @@ from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.operators.schema import Arguments
-from alibi_lab.measure.attention import attention
 
 
 @contextlib.contextmanager
@@ -117,18 +115,6 @@ def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np
     batch, heads, blocks = asked.shape
     counts = [[visits[bh * group, n * step] for n in range(blocks)] for bh in range(batch * heads)]
     return np.array(counts).reshape(asked.shape), asked.numpy(), every
-
-
-def tiles_behind_padding() -> list[int]:
-    """Number of tiles that a block far after the last visible key visits, with and without a tolerance."""
-    query, key, value = (torch.randn(1, 1, 640, 16) for _ in range(3))
-    mask = torch.arange(640)[None] < 256
-    found = []
-    for tolerance in (1e-6, 0.0):
-        spec = make_spec(query, key, value, [1.0], key_mask=mask, tolerance=tolerance)
-        first, last = fused.plan(spec, query, key, value).bands[0, 0, -1, :2].tolist()
-        found.append(last - first)
-    return found
 
 
 def bad_numbers_reach_only_those_who_see_them() -> None:
@@ -220,43 +206,10 @@ def transformed_is_a_loop() -> None:
     assert len(same.unique()) == 1, "with the same seed entries drop alike"
 
 
-def decoding_equals_forward(case: Case) -> tuple[float, int]:
-    """Returns (largest difference between the split decoding kernel and a full pass's last rows, number of parts)."""
-    spec, query, key, value = call_of(case, tolerance=2.0**-28)
-    assert split_keys.is_split(spec, query)
-    decoded, lse = fused.forward(spec, query, key, value, fused.plan(spec, query, key, value))
-    more = TILE + 1
-    padded = torch.cat([torch.zeros(spec.batch, spec.num_heads, more, spec.head_dim), query], 2)
-    longer = dataclasses.replace(spec, query_len=more + spec.query_len, query_offset=case.first_position - more)
-    whole, whole_lse = fused.forward(longer, padded, key, value, fused.plan(longer, padded, key, value))
-    gap = (decoded - whole[:, :, more:]).abs().max(), (lse - whole_lse[:, :, more:]).abs().max()
-    return max(map(float, gap)), split_keys.decode_parts(spec, query)
-
-
-def smoke_of_the_benchmark(folder: Path) -> list[Path]:
-    """Runs `alibi bench attention` at trivial sizes."""
-    options = {"inputs": ("peaked",), "lengths": (64,), "shape": ((2, 16),), "backend": "fused", "kernels": True}
-    return attention(folder, **options, say=lambda line: None)
-
-
 def refusal(dtype: str, head_dim: int) -> str | None:
     """The reason why `fused` rejects a call in the interpreter, or None."""
     x = torch.zeros(1, 1, 9, head_dim, dtype=getattr(torch, dtype))
     return fused.why_not(make_spec(x, x, x, return_lse=True), x, x, x)
-
-
-def product(a: int, b: int) -> int:
-    """a·b, both in 32 bits, as a kernel computes it."""
-    from wrong_kernels import product
-
-    return product(a, b)
-
-
-def return_none_in_a_tuple() -> None:
-    """A kernel calls a function that does what Triton 3.6 cannot compile."""
-    from wrong_kernels import return_none_in_a_tuple
-
-    return_none_in_a_tuple()
 
 
 def _prepare() -> None:
