@@ -18,9 +18,7 @@ import torch
 from attention_cases import CASES, INSIDE, KEY_BIASES, ONE_FAR_KEY, SHORT_INSIDE, Case
 from attention_checks import assert_exact, assert_one_far_key
 from attention_oracle import Answer
-from torch import Tensor
 
-from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused import configs
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, tile_shape
@@ -30,7 +28,6 @@ from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import key_tiles
-from alibi_attn.attention.operators.schema import Arguments
 from alibi_lab import records
 from alibi_lab.measure.attention import attention
 from alibi_lab.report.sections.benchmark import is_drawn
@@ -191,10 +188,6 @@ def test_queries_in_padding_have_no_wider_reach_than_others() -> None:
         assert fewest <= last - first <= most
 
 
-def test_bad_numbers_affect_only_queries_that_see_them(interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(inside.bad_numbers_reach_only_those_who_see_them).result()
-
-
 @pytest.mark.parametrize("case", [case for case in (*CASES, *INSIDE) if case.mask or case.segments], ids=str)
 def test_nothing_is_hidden_in_full_tiles_and_everything_outside_the_allowed(
     interpreter: ProcessPoolExecutor, case: Case
@@ -248,21 +241,6 @@ def test_addresses_beyond_int32_are_right(interpreter: ProcessPoolExecutor) -> N
         assert rows.stride(-2) == copied
 
 
-def test_eager_calls_skip_the_operator_and_a_dispatch_mode_changes_no_bit(interpreter: ProcessPoolExecutor) -> None:
-    for node, operators in interpreter.submit(inside.operator_changes_no_bit).result():
-        assert "fused" not in node
-        assert operators == {"alibi_attn::fused_forward", "alibi_attn::fused_backward"}
-
-
-def test_compile_autocast_checkpointing_and_library_checks(interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(inside.compiled_and_checked).result()
-
-
-@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_transforms_of_torch_func_are_right_or_refused(interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(inside.transformed_is_a_loop).result()
-
-
 @interpreted
 def test_gates_shorten_the_reach() -> None:
     """Of 128 queries, for steady gates plus 10⁶ on every bias."""
@@ -271,34 +249,6 @@ def test_gates_shorten_the_reach() -> None:
     spec = make_spec(query, key, value, [0.0], key_bias=bias, tolerance=1e-6)
     bands = fused.plan(spec, query, key, value).bands
     assert int((bands[..., 1] - bands[..., 0]).max()) <= 5 < 1500 // TILE
-
-
-@interpreted
-def test_transforms_and_graphs_carry_key_biases() -> None:
-    """opcheck, vmap, torch.compile, and a bias that broadcasts."""
-    query, key, value = (torch.randn(2, heads, 20, 16) for heads in (2, 1, 1))
-    bias = torch.randn(2, 2, 20).requires_grad_()
-    spec = make_spec(query, key, value, torch.rand(2), key_bias=bias, tolerance=1e-7)
-    arguments = tuple(Arguments.of(spec, query, key, value))
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.alibi_attn.fused_forward.default, arguments, test_utils=tests)
-
-    def attended(*x: Tensor) -> Tensor:
-        return alibi_attention(*x[:3], key_bias=x[3], backend="fused")
-
-    plain = attended(query, key, value, bias)
-    one = torch.func.vmap(lambda *x: attended(*(y[None] for y in x))[0])(query, key, value, bias)
-    torch.testing.assert_close(one, plain, rtol=1e-5, atol=1e-5)
-    (wanted,) = torch.autograd.grad(plain.square().sum(), bias)
-    of_bias = torch.func.grad(lambda b: attended(query, key, value, b).square().sum())(bias.detach())
-    torch.testing.assert_close(of_bias, wanted)
-    compiled = torch.compile(attended, fullgraph=True, backend="aot_eager")
-    (again,) = torch.autograd.grad(compiled(query, key, value, bias).square().sum(), bias)
-    torch.testing.assert_close(again, wanted)
-    shared = torch.randn(20).requires_grad_()
-    wide = shared.detach().expand(2, 2, 20).clone().requires_grad_()
-    of_all, of_each = (torch.autograd.grad(attended(query, key, value, b).square().sum(), b)[0] for b in (shared, wide))
-    torch.testing.assert_close(of_all, of_each.sum((0, 1)), rtol=1e-4, atol=1e-5)
 
 
 def test_plans_that_read_too_early_are_noticed(interpreter: ProcessPoolExecutor) -> None:

@@ -128,6 +128,20 @@ def test_masked_bad_keys_change_nothing_in_decoding() -> None:
 
 
 @interpreted
+def test_bad_numbers_affect_only_queries_that_see_them() -> None:
+    """On the diagonal of plain causal attention, whose tiles are read without checks if all numbers are finite."""
+    q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
+    before = alibi_attention(q, k, v, backend="fused")
+    for tensor, at, bad in ((k, 150, torch.nan), (v, 220, torch.nan), (v, 220, torch.inf), (v, 299, torch.nan)):
+        clean, tensor[0, 1, at, 3] = tensor[0, 1, at, 3].item(), bad
+        output = alibi_attention(q, k, v, backend="fused")
+        tensor[0, 1, at, 3] = clean
+        torch.testing.assert_close(output[:, 1, :at], before[:, 1, :at])
+        torch.testing.assert_close(output[:, 0], before[:, 0])
+        assert not bool(output[0, 1, at:].isfinite().all(-1).any()), f"{bad} at {at} left no trace"
+
+
+@interpreted
 @torch.no_grad()
 def test_a_layer_decodes_by_the_kernel() -> None:
     layer = ALiBiAttention(32, 4, num_kv_heads=2).eval()
