@@ -5,6 +5,7 @@ paper's is dashed with hollow markers. Next: `paper_items.py`, which fills the p
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -65,7 +66,10 @@ def lines(panel: Panel) -> Figure:
     figure, axes = drawing.plain_axes(panel.y_label)
     axes.set_xlabel(panel.x_label)
     names: dict[str, str] = {}
-    labels = list(dict.fromkeys(line.label for line in panel.lines))
+    methods = {line.label: line.method for line in panel.lines}
+    markers = dict(zip(methods, itertools.cycle(_MARKERS), strict=False))
+    if len(set(methods.values())) == len(methods):
+        markers = {label: drawing.style_of(method)["marker"] for label, method in methods.items()}
     for line in panel.lines:
         some = np.isfinite(line.y) & np.isfinite(line.x)
         if not some.any():
@@ -73,7 +77,7 @@ def lines(panel: Panel) -> Figure:
         x, y, low, high = (column[some] for column in (line.x, line.y, line.low, line.high))
         style = {"linewidth": 1.8, **_OURS} if line.ours else {"linewidth": 1.2, **_PAPERS}
         style["color"] = color = drawing.color_of(line.method)
-        style |= {"marker": _MARKERS[labels.index(line.label) % len(_MARKERS)], "markevery": max(1, len(x) // 8)}
+        style |= {"marker": markers[line.label], "markevery": max(1, len(x) // 8)}
         axes.plot(x, y, zorder=4 if line.method == "alibi" else 3, clip_on=False, label=reading(line), **style)
         if np.isfinite(low).all():
             axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
