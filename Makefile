@@ -36,11 +36,11 @@ demo: ready ## Train four position methods short, test them long, write a report
 # There are two runs, because each imports only what it needs: PyTorch alone, and torch.compile's code, transformers and JAX, whose
 # compiled programs stay in build/xla.
 QUICK_TORCH := $(addprefix tests/, test_reach.py test_units.py $(addprefix attention/, test_spec.py test_refusals.py \
-    test_key_bias.py test_merging.py test_cut_gates.py test_varlen.py test_sink_logits.py test_space.py \
+    test_key_bias.py test_merging.py test_cut_gates.py test_varlen.py test_sink_logits.py \
     $(addprefix backends/, test_cpu.py test_dense.py test_native_decoding.py)) $(addprefix nn/, test_attention.py \
     test_block.py test_cache.py test_cross_attention.py test_gates.py test_gated_cache.py test_parts.py linear/test_fastest.py))
 QUICK_MORE := $(addprefix tests/, attention/test_hints.py nn/test_static_cache.py cli/test_embed.py $(addprefix hf/, \
-    test_cache.py test_cache_sequences.py test_packed_rows.py) $(addprefix jax/, test_gpu_plan.py test_reads.py test_modules.py) \
+    test_cache.py test_cache_sequences.py test_packed_rows.py) $(addprefix jax/, test_gpu_plan.py test_modules.py) \
     distributed/test_attention.py)
 
 quick: ready ## Run the library's fast tests (90 seconds of one core)

@@ -8,7 +8,7 @@ equivalent one, and splitting each program for several compiling threads costs a
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from importlib import metadata
 
 import pytest
@@ -44,10 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random`")
 
 
-def pytest_collection_finish() -> None:
-    """Freezes the loaded frameworks: every training ends with a garbage collection, and many tests train."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Loads frameworks without garbage collections and freezes them: every training ends with one, and many tests train."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")
