@@ -52,7 +52,7 @@ CPU = "{}#benchmark-cpu-noise-*|" + NOISE.format("cpu-float32") + HASH
 BF16 = "{}#benchmark-cpu-bf16-noise-*|" + NOISE.format("cpu-bfloat16") + HASH
 BATCH = "{0}#benchmark-cpu-batch-{1}-noise-*|" + NOISE.format("cpu-float32") + "-batch-{1}-*"
 ENCODER = "models#benchmark-embedding-{}-{}-*|benchmark-models-encoder-pass{}-{}" + HASH
-SERVING = "models#benchmark-serving-{}-*|benchmark-models-{}-pass-float32" + HASH
+SERVING = "models#benchmark-models-{}-pass-float32" + HASH
 JAX, BATCHES = "attention#benchmark-jax-cpu-noise-*|" + NOISE.format("jax-cpu-float32") + HASH, (16, 8)
 GPU, GPU_KERNELS = "attention#benchmark-gpu-noise-16x128-*", "models#benchmark-gpu-models-kernels-*"
 GPU_GRAPHS = "models#benchmark-gpu-models-graphs-*"
@@ -171,7 +171,7 @@ PICTURES = {
     ),
     "serving-bloom": Picture(
         "Milliseconds of a BLOOM of two layers against tokens, patched and as transformers has it.",
-        lambda: times_by_length(record(SERVING.format("bloom", "bloom"))),
+        lambda: times_by_length(record(SERVING.format("bloom"))),
         room=52,
     ),
 }
@@ -395,22 +395,18 @@ def serving() -> str:
     """One forward pass of a decoder, patched and unmodified."""
     rows = []
     for family, called in FAMILIES.items():
-        found = record(SERVING.format(family, family))
+        found = record(SERVING.format(family))
         ours, theirs = (_by_length(found, name, "forward_ms") for name in (OURS, "transformers"))
-        half = _by_length(found, "ours, bf16", "forward_ms") if "ours, bf16" in found.curves else {}
         for length in ours:
             attention = [_attention_ms(found, name, length) for name in ("transformers", OURS)]
             speedups = [theirs.get(length, math.nan) / ours[length], attention[0] / attention[1]]
-            cells = [_pass(found, OURS, length), _time(half[length]) if length in half else "–"]
-            cells.append(_pass(found, "transformers", length) if length in theirs else "–")
-            rows.append([called, f"{length:,.0f}", *cells, *map(_ratio, speedups)])
-    return table(["model", "tokens", "patched", "in bf16", "unmodified", "times", "times, attention alone"], rows)
+            unmodified = _pass(found, "transformers", length) if length in theirs else "–"
+            rows.append([called, f"{length:,.0f}", _pass(found, OURS, length), unmodified, *map(_ratio, speedups)])
+    return table(["model", "tokens", "patched", "unmodified", "times", "times, attention alone"], rows)
 
 
 def _attention_ms(found: Record, name: str, length: float) -> float:
     """The milliseconds of a pass that are attention without its linear layers."""
-    if "attention_seconds" in found.curves[name]:
-        return 1e3 * _by_length(found, name, "attention_seconds").get(length, math.nan)
     ms, share = (_by_length(found, name, column).get(length, math.nan) for column in ("forward_ms", "attention_share"))
     return ms * share
 
