@@ -60,7 +60,8 @@ def eval_text(
     loaded, tokenizer = load_decoder(model)
     tokens = torch.tensor([encode(tokenizer, text, loaded)])
     if tokens.shape[1] < 2:
-        raise ValueError(f"{file} has {tokens.shape[1]} tokens but a loss needs at least 2")
+        found = f"{file} has {tokens.shape[1]} tokens for the tokenizer of {model}"
+        raise ValueError(f"{found}, but a loss needs at least 2")
     losses_path.parent.mkdir(parents=True, exist_ok=True)
     with _claimed(losses_path) as stream:
         _check_continues(losses_path, folder)
