@@ -12,7 +12,16 @@ from halo_checks import assert_certified, assert_reaches_are_certified
 from alibi_attn.distributed import plan_halo
 
 # What shards do not have, and numbers whose softmax fp64 rounds.
-PLAIN = ("offset", "gates", "sinks", "bad", "dropout_p", "slopes_as", "size_query", "size_key", "size_value")
+PLAIN = (
+    "offset",
+    "offset_as",
+    "gates",
+    "sinks",
+    "bad",
+    "dropout_p",
+    "slopes_as",
+    *(f"size_{x}" for x in ("query", "key", "value")),
+)
 MILD = {"outlier_value": 1e3, "peaked": 4.0}
 OPTIONS = ("causal", "right_slopes", "window", "scale", "key_mask", "segment_ids", "key_bias")
 
