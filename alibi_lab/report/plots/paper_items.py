@@ -151,7 +151,9 @@ def _points(source: _Source, label: str, x: str, y: str) -> Points:
     return points
 
 
-@np.errstate(over="ignore")  # a ratio of a huge number to a tiny one is infinite, and not drawn
+@np.errstate(
+    over="ignore", divide="ignore", invalid="ignore"
+)  # a ratio to 0, or of a huge number, is not finite and not drawn
 def _change(
     record: Record, x: str, y: str, way: str, lines: Sequence[Line], by_identity: Mapping[str, Record]
 ) -> Panel | None:
