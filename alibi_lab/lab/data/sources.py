@@ -23,9 +23,8 @@ from alibi_attn.strict_json import NO_CHARACTER, lone_surrogate
 from alibi_lab.lab.config import DataConfig
 
 Part: TypeAlias = Literal["train", "valid", "test"]
-Chunks: TypeAlias = Iterator[
-    tuple[bytes, bool]
-]  # of documents, one after the other; True for the first one of a document
+# Of documents, one after the other; True for the first chunk of a document.
+Chunks: TypeAlias = Iterator[tuple[bytes, bool]]
 Documents: TypeAlias = Callable[[], Chunks]  # each call reads again
 Shares: TypeAlias = Mapping[Part, float]  # of the text for "valid" and for "test"
 Rows: TypeAlias = Iterator[Mapping[str, object]]

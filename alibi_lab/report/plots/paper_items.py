@@ -151,9 +151,8 @@ def _points(source: _Source, label: str, x: str, y: str) -> Points:
     return points
 
 
-@np.errstate(
-    over="ignore", divide="ignore", invalid="ignore"
-)  # a ratio to 0, or of a huge number, is not finite and not drawn
+# A ratio to 0, or of a huge number, is not finite and not drawn.
+@np.errstate(over="ignore", divide="ignore", invalid="ignore")
 def _change(
     record: Record, x: str, y: str, way: str, lines: Sequence[Line], by_identity: Mapping[str, Record]
 ) -> Panel | None:
