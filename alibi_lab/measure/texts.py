@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import json
 import os
-import re
 import statistics
 import sys
 import tempfile
@@ -263,9 +262,13 @@ def _continue(model: BloomForCausalLM, folder: Path, index: int, pipe: Connectio
 
 def proportional_bytes(pid: int | None, folder: Path) -> int:
     """The proportional set size of a process's mappings of the folder's files, from /proc/PID/smaps."""
-    mapping = rf"^\S+-\S+ .*{re.escape(str(folder.resolve()))}/.*\n(?:\w+:.*\n)*?Pss: +(\d+) kB"
-    found = re.findall(mapping, Path(f"/proc/{pid}/smaps").read_text(), re.MULTILINE)
-    return 1024 * sum(map(int, found))
+    total, inside = 0, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        if ":" not in line.split(" ")[0]:
+            inside = f"{folder.resolve()}/" in line
+        elif inside and line.startswith("Pss:"):
+            total += int(line.split()[1]) * 1024
+    return total
 
 
 def page_faults() -> int:
