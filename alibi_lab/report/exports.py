@@ -96,7 +96,9 @@ def _of_study(study: Study, first: str, second: str) -> Iterator[Comparison]:
         [one for one in plain if name in (one.method, one.method.rpartition(":")[2])] for name in (first, second)
     )
     for one, other, mode in itertools.product(over, under, MODES):
-        for length in one.curve("by_length", "length", f"{mode}_nats")[0] if one.trained == other.trained else ():
+        if one.trained != other.trained:
+            continue
+        for length in one.curve("by_length", "length", f"{mode}_nats")[0]:
             if (pairs := between(one, other, mode, length)) is None:
                 continue
             bounds = interval(pairs) if seed_interval(pairs) else None

@@ -166,7 +166,7 @@ def name_lines(axes: Axes, names: Mapping[str, str] | None = None) -> None:
         label = str(line.get_label())
         by_name[label if names is None else names.get(label, "")] = line
     by_name.pop("", None)
-    named = sorted(by_name.items(), key=lambda one: -[[0.0, -math.inf], *_points(one[1])][-1][1])
+    named = sorted(by_name.items(), key=lambda one: -_last(one[1]))
     if len(named) > 2 * COLORED:
         for _, line in named[COLORED:-COLORED]:
             _fade(axes, line)
@@ -176,6 +176,12 @@ def name_lines(axes: Axes, names: Mapping[str, str] | None = None) -> None:
         frameon=False, fontsize=size, labelcolor="linecolor", handlelength=1.4, handletextpad=0.5, borderpad=0.1,
         labelspacing=0.35,
     )  # fmt: skip
+
+
+def _last(line: Line2D) -> float:
+    """The last finite y; below all others without one."""
+    points = _points(line)
+    return points[-1][1] if points else -math.inf
 
 
 def _labeled(axes: Axes) -> list[Line2D]:
@@ -223,9 +229,12 @@ def described(figure: Figure, description: str) -> str:
     """The description of a picture, then the first and the last point of every labeled line."""
     parts = [description.rstrip(".")]
     for axes in figure.axes:
-        texts = {line: [f"{_digits(y)} at {_digits(x)}" for x, y in _points(line)] for line in _labeled(axes)}
-        ends = (f"{line.get_label()} {' to '.join(dict.fromkeys([at[0], at[-1]]))}" for line, at in texts.items() if at)
-        if texts:
+        labeled, ends = _labeled(axes), []
+        for line in labeled:
+            if points := _points(line):
+                both = dict.fromkeys(f"{_digits(y)} at {_digits(x)}" for x, y in (points[0], points[-1]))
+                ends.append(f"{line.get_label()} {' to '.join(both)}")
+        if labeled:
             parts.append(f"{axes.get_title('left') or axes.get_title()} by {axes.get_xlabel()}: {'; '.join(ends)}")
     return f"{'. '.join(parts)}."
 

@@ -180,9 +180,8 @@ def _change(
         bases = _bases(line for line in lines if line.label in labels)
         measured = [set(line.paper_length[np.isfinite(line.y)].tolist()) for line in lines if line.label in labels]
         shortest = min(set.intersection(*measured), default=0.0)
-        drawn = [
-            _over(line, line if line.label in labels else bases[line.ours], shortest) for line in lines if shortest
-        ]
+        divided = (_over(line, line if line.label in labels else bases[line.ours], shortest) for line in lines)
+        drawn = list(divided) if shortest else []
         name = "perplexity / sinusoidal's" if y == "perplexity" else "speed / speed"
         texts = f"multiples of L = {shortest:,.0f} of the paper", f"{name} at L = {shortest:,.0f}"
     else:
@@ -207,7 +206,7 @@ def _change(
 
 
 def _both(lines: Iterable[Line]) -> bool:
-    """Whether there are lines of ours and of the paper."""
+    """Whether some lines are ours and some are the paper's."""
     return {line.ours for line in lines} == {True, False}
 
 

@@ -144,12 +144,14 @@ def _curves(study: Study, kind: Kind) -> Curves:
     most = math.log(LARGEST) if kind.quantity == "perplexity" else LARGEST
     found = []
     for series in study.series:
-        x, y = series.curve(kind.curve, kind.x, kind.y, most=most)
         if kind.x == "distance":
-            longest = max((at for at, _ in shares(series, kind.curve)), default=0.0)
-            points = sorted((at, share) for (of, at), share in shares(series, kind.curve).items() if of == longest)
+            grid = shares(series, kind.curve)
+            longest = max((length for length, _ in grid), default=0.0)
+            points = sorted((at, share) for (length, at), share in grid.items() if length == longest)
             x, y = np.array(points, dtype=np.float64).reshape(-1, 2).T
             y = y[None]
+        else:
+            x, y = series.curve(kind.curve, kind.x, kind.y, most=most)
         y = np.exp(y) if kind.quantity == "perplexity" else y * factor
         if kind.x == "position":
             x, y = _joined(x, y, series.curve(kind.curve, kind.x, "tokens")[1])

@@ -340,9 +340,10 @@ def rollout_figure(record: Record) -> Figure:
     for way in rollouts.shares(record) if theory else (rollouts.PLAIN,):
         if "random" in way:
             continue
-        method, label = rollouts.method_of(record), rollouts.label_of(record.name, record)
-        style = drawing.style_of(method)
-        if theory:
+        if not theory:
+            label = rollouts.label_of(record.name, record)
+            style = drawing.style_of(rollouts.method_of(record))
+        else:
             method = {"causal mask": "none", "rotary": "rotary"}.get(way, "alibi" if way.startswith("ALiBi") else "")
             kind = next(dashes) if method == "alibi" else "-" if method else ":"
             label, style = way, {"color": drawing.color_of(method) if method else drawing.MUTED, "linestyle": kind}

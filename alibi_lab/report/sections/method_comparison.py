@@ -109,15 +109,28 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     heat = [series_row(one, [_cell(task, one.method, at) for task, at in places]) for one in methods_]
     ranks = [series_row(one, [_rank_cell(task, one.method) for task in learned]) for one in methods_]
     left_out = [(task.title, *best_at_trained(task)) for task in tasks if task not in learned]
-    values = {"heat": heat, "claim": dropped_beats_alibi(tasks), "left_out": left_out, "ranks": ranks}
-    body = html("method_comparison", tasks=tasks, learned=learned, tables=tables, **values)
-    lead = None if tasks[0].name else study_plots.figure_of(tasks[0].study, "sliding")
-    heading, finding = (
-        f"What each method is good for: {title}",
-        "The shares and perplexities of every method, with their intervals.",
+    body = html(
+        "method_comparison",
+        tasks=tasks,
+        learned=learned,
+        tables=tables,
+        heat=heat,
+        claim=dropped_beats_alibi(tasks),
+        left_out=left_out,
+        ranks=ranks,
     )
-    texts = {"heading": heading, "about": count_of(records), "css": "recipe", "finding": finding}
-    return Section(f"r{number}", "Position methods", title, body, records=records, lead=lead, **texts)
+    return Section(
+        f"r{number}",
+        "Position methods",
+        title,
+        body,
+        heading=f"What each method is good for: {title}",
+        about=count_of(records),
+        records=records,
+        css="recipe",
+        finding="The shares and perplexities of every method, with their intervals.",
+        lead=None if tasks[0].name else study_plots.figure_of(tasks[0].study, "sliding"),
+    )
 
 
 def comparisons(studies: Iterable[Study]) -> list[list[Task]]:

@@ -34,8 +34,17 @@ def draw(study: Study, number: int, archive: Archive) -> Section:
     values = {"has_cards": len(parts) == 1, "figures": figures, "fewest_tokens": _fewest(study)}
     body = html("study", name=name, study=study, tables=tables, **values)
     lead = next((figure for _, kind, figure, _ in figures if figure and kind in tables.WINDOWS), None)
-    texts = {"about": count_of(study.records), "css": "recipe", "finding": _finding(study)}
-    return Section(name, "Studies", title_of(study), body, records=study.records, lead=lead, **texts)
+    return Section(
+        name,
+        "Studies",
+        title_of(study),
+        body,
+        about=count_of(study.records),
+        records=study.records,
+        css="recipe",
+        finding=_finding(study),
+        lead=lead,
+    )
 
 
 def title_of(study: Study) -> str:
